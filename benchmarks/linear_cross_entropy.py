@@ -30,7 +30,7 @@ from tilewright.kernels.linear_cross_entropy.cases import CASES as OP_CASES
 from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase, dense
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossOptions, LossProblem
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
-from tilewright.kernels.portfolio import Choice, PerDirection
+from tilewright.kernels.op.portfolio import Choice, PerDirection
 from tilewright.modules import linear_cross_entropy
 from tilewright.ops.utils.device import current_device
 

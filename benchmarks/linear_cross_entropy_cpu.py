@@ -21,8 +21,8 @@ import jax
 from benchmarks.common import interleaved, record
 from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase, dense
 from tilewright.kernels.linear_cross_entropy.xla.params import XlaLossBackwardParams
-from tilewright.kernels.portfolio import Choice, PerDirection
-from tilewright.kernels.registry import Platform
+from tilewright.kernels.op.backend import Platform
+from tilewright.kernels.op.portfolio import Choice, PerDirection
 from tilewright.modules import linear_cross_entropy
 
 CASES = {

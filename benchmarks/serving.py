@@ -28,14 +28,14 @@ from benchmarks.common import record, usable_cores
 from benchmarks.products_and_bytes import data_for, products_and_bytes
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import kernel
+from tilewright.kernels.op.backend import Platform
+from tilewright.kernels.op.portfolio import Choice
 from tilewright.kernels.paged_attention.cases import ServingCase
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
 from tilewright.kernels.paged_attention.ops.page_attention import PageCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.reference import token_reference
-from tilewright.kernels.portfolio import Choice
-from tilewright.kernels.registry import Platform
 from tilewright.ops.tuning.numerics import violations
 from tilewright.ops.utils.device import current_device
 

@@ -14,11 +14,11 @@ from unittest import mock
 import jax
 
 from tilewright.kernels import OPS, kernel
-from tilewright.kernels.cases import Case
 from tilewright.kernels.cuda import toolchain
 from tilewright.kernels.flash_attention.cudnn import jax_calls
 from tilewright.kernels.flash_attention.fa4 import cute
-from tilewright.kernels.portfolio import Portfolio
+from tilewright.kernels.op.cases import Case
+from tilewright.kernels.op.portfolio import Portfolio
 from tilewright.kernels.triton import requirements
 from tilewright.ops import Invocation
 from tilewright.ops.kernel.prepared import prepared

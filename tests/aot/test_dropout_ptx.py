@@ -13,12 +13,12 @@ import pytest
 
 from tests.aot import compiler
 from tests.aot.compiler import compile_for_h100, missing_packages
-from tilewright.kernels.dropout import LANES, keep_elements
 from tilewright.kernels.flash_attention.hopper.dropout import draw_kept, negate_dropped, zero_dropped
 from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, TileCoord
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.tiles import store_unoptimised, tile_layout
+from tilewright.kernels.numerics.dropout import LANES, keep_elements
 
 if missing_packages():
     pytest.skip(missing_packages(), allow_module_level=True)

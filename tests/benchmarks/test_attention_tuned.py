@@ -11,7 +11,7 @@ from benchmarks.attention import SMOKE_CASES, chosen_cases
 from benchmarks.attention_tuned import behind, contenders, invocation, main
 from benchmarks.common import RESULTS
 from tilewright.kernels.flash_attention.xla.backend import FwdParams
-from tilewright.kernels.portfolio import Choice
+from tilewright.kernels.op.portfolio import Choice
 from tilewright.ops import ConfigSelectorChain
 from tilewright.ops.config.results import AutotuningResult, TunedCall
 from tilewright.ops.kernel.candidates import Candidate

@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.command_line import invoke
 from tilewright.cli.info import probing
-from tilewright.kernels.portfolio import LazyImplementation
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.portfolio import LazyImplementation
 from tilewright.ops import Device
 from tilewright.ops.utils.device import current_device
 

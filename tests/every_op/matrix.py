@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.kernels import OPS, function, kernel
-from tilewright.kernels.portfolio import Choice, Portfolio
-from tilewright.kernels.registry import Platform
+from tilewright.kernels.op.backend import Platform
+from tilewright.kernels.op.portfolio import Choice, Portfolio
 from tilewright.ops import Invocation
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.utils.device import current_device

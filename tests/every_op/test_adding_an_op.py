@@ -25,7 +25,7 @@ from tests.support.command_line import invoke
 from tilewright import modules
 from tilewright.cli import completion
 from tilewright.kernels import OPS, kernel, registered
-from tilewright.kernels.roofline import Cost
+from tilewright.kernels.op.roofline import Cost
 from tools.pages import ROOT, run_examples
 
 MODULE = "examples_of_adding-an-op"

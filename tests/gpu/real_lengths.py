@@ -11,7 +11,7 @@ import numpy as np
 from tests.kernels.flash_attention.conformance import cotangents, inputs_of, judge, oracles
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Direction
 

@@ -21,8 +21,8 @@ from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.masks import LengthMask
-from tilewright.kernels.portfolio import Choice, PerDirection
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.portfolio import Choice, PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device

@@ -10,9 +10,9 @@ import pytest
 from tests.kernels.grouped_matmul.test_gated import arrays_of, expected
 from tests.kernels.matmul.gates import gate_oracle, near
 from tests.kernels.matmul.test_glu import arrays_of as glu_arrays_of
-from tilewright.kernels.activations import ACTIVATIONS
 from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedOptions, GatedProblem
 from tilewright.kernels.grouped_matmul.triton.gated import TritonGatedGroupedMatmul
+from tilewright.kernels.numerics.activations import ACTIVATIONS
 from tilewright.modules import gated_grouped_matmul, glu, matmul
 from tilewright.ops.utils.device import current_device
 

@@ -15,7 +15,7 @@ from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProbl
 from tilewright.kernels.grouped_matmul.ragged_dot import RaggedDot
 from tilewright.kernels.grouped_matmul.triton.backend import TritonGroupedMatmul
 from tilewright.kernels.grouped_matmul.xla.backend import XlaGroupedMatmul
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

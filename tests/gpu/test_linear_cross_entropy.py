@@ -29,8 +29,8 @@ from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.triton.backend import TritonLinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.xla.backend import XlaLinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.xla.params import XlaLossBackwardParams, XlaLossParams
-from tilewright.kernels.portfolio import Choice, PerDirection
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.portfolio import Choice, PerDirection
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

@@ -17,7 +17,7 @@ from tilewright.kernels.flash_attention.hopper import backend as pallas_gpu
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(

@@ -12,7 +12,7 @@ from tests.kernels.norms.conformance import NormConformance, check, cotangents_o
 from tilewright.kernels.norms.cases import LayerNormCase, NormCase, RmsNormCase
 from tilewright.kernels.norms.inputs import NormProblem
 from tilewright.kernels.norms.triton.backend import TritonNorm
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

@@ -17,7 +17,7 @@ from tilewright.kernels import kernel
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 from tilewright.modules import flash_attention
 from tilewright.ops import default_executor
 from tilewright.ops.types import Direction

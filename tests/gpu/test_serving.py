@@ -13,6 +13,7 @@ import triton.language as tl
 import tilewright
 from tests.kernels.paged_attention.conformance import PagedConformance, check, inputs_of
 from tests.kernels.paged_attention.latent_conformance import LatentConformance, latent_inputs
+from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.paged_attention.cuda.packed import CudaPackedAttention
 from tilewright.kernels.paged_attention.hopper.latent_backend import HopperLatentParams, PallasGpuPagedAttention
 from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
@@ -23,7 +24,6 @@ from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedP
 from tilewright.kernels.paged_attention.triton import elements
 from tilewright.kernels.paged_attention.triton.backend import TritonPagedAttention
 from tilewright.kernels.paged_attention.xla.backend import XlaPagedAttention
-from tilewright.kernels.registry import Implementation
 from tilewright.kernels.triton import launch
 from tilewright.modules import PageAttention, page_attention, update_pages
 from tilewright.ops import ConfigSelectorChain, Executor, Tuner

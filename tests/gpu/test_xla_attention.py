@@ -12,7 +12,7 @@ import tilewright
 from tests.kernels.flash_attention.conformance import Conformance
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation, Platform
 from tilewright.modules import FlashAttention, base, flash_attention
 from tilewright.ops import (
     ConfigSelectorChain,

@@ -10,7 +10,7 @@ import pytest
 from jax.extend.random import threefry2x32_p
 
 from tests.support.suites import sampled
-from tilewright.kernels.dropout import (
+from tilewright.kernels.numerics.dropout import (
     drawn_probability,
     head_keys,
     keep_elements,

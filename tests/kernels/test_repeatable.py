@@ -15,8 +15,8 @@ from tilewright.kernels.flash_attention.cuda.backend import CudaBackwardParams
 from tilewright.kernels.flash_attention.cudnn.backend import CudnnBackwardParams, CudnnFlashAttention
 from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams
 from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams
-from tilewright.kernels.portfolio import Choice
-from tilewright.kernels.xla_flags import flag, wants_repeatable
+from tilewright.kernels.op.portfolio import Choice
+from tilewright.kernels.op.xla_flags import flag, wants_repeatable
 from tilewright.ops import ConfigSelectorChain, Invocation
 from tilewright.ops.config.selection import default_chain
 from tilewright.ops.kernel.prepared import prepared

@@ -86,7 +86,7 @@ def test_the_rooms_are_there():
         ("flash_attention/op", "from tilewright.kernels.flash_attention.xla import backend", ""),
         ("flash_attention/hopper/backend", "from tilewright.kernels.hopper.ring import Ring", ""),
         ("flash_attention/hopper/backend", "from tilewright.kernels.flash_attention.hopper import d_query", ""),
-        ("hopper/ring", "from tilewright.kernels.footprint import Footprint", ""),
+        ("hopper/ring", "from tilewright.kernels.op.footprint import Footprint", ""),
     ],
 )
 def test_the_rules(importer: str, text: str, rule: str):

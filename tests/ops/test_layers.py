@@ -73,7 +73,7 @@ def test_every_module_of_the_framework_imports_earlier_layers_alone():
         ("tilewright.ops.config.selection", "tilewright.ops.tuning.tuning"),
         ("tilewright.ops.lowering.labels", "tilewright.ops.executor"),
         ("tilewright.ops.utils.device", "tilewright.ops"),
-        ("tilewright.ops.tuning.workload", "tilewright.kernels.portfolio"),
+        ("tilewright.ops.tuning.workload", "tilewright.kernels.op.portfolio"),
         ("tilewright.ops.executor", "tilewright.modules.base"),
         ("tilewright.errors", "tilewright.ops.types"),
     ],

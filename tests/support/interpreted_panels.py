@@ -15,13 +15,13 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.kernels.dropout import LANES, keep_elements
 from tilewright.kernels.flash_attention.hopper import bias_gradient, dropout, scores
 from tilewright.kernels.flash_attention.hopper.scores import TileCoord
 from tilewright.kernels.hopper import panels, shared
 from tilewright.kernels.hopper.matmul import mask
 from tilewright.kernels.hopper.panels import PanelRef
 from tilewright.kernels.hopper.types import Ref
+from tilewright.kernels.numerics.dropout import LANES, keep_elements
 
 
 def patches() -> Iterator[tuple[Any, str, Any]]:

@@ -14,8 +14,8 @@ from tilewright.cli.options import CallOptions, parse_sizes
 from tilewright.kernels import OPS, function, kernel
 
 if TYPE_CHECKING:
-    from tilewright.kernels.cases import OpCases
-    from tilewright.kernels.portfolio import Portfolio
+    from tilewright.kernels.op.cases import OpCases
+    from tilewright.kernels.op.portfolio import Portfolio
     from tilewright.ops.utils.known_devices import KnownDevice
 
 

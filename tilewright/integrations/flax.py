@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from tilewright.kernels.arguments import PlatformLike, PrecisionLike
+from tilewright.kernels.op.arguments import PlatformLike, PrecisionLike
 from tilewright.modules import flash_attention
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tilewright.kernels.arguments import PlatformLike, as_array, number, platforms
+from tilewright.kernels.op.arguments import PlatformLike, as_array, number, platforms
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
 

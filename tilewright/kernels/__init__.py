@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilewright.kernels.portfolio import Portfolio
+    from tilewright.kernels.op.portfolio import Portfolio
 
 _PAGED = "tilewright.kernels.paged_attention.ops"
 

@@ -4,8 +4,8 @@ import warnings
 from typing import Any, Literal
 
 from tilewright.kernels import kernel
-from tilewright.kernels.portfolio import Portfolio
-from tilewright.kernels.registry import Backend, KernelConfig, Platform
+from tilewright.kernels.op.backend import Backend, KernelConfig, Platform
+from tilewright.kernels.op.portfolio import Portfolio
 from tilewright.ops import (
     AutotunePolicy,
     ConfigCache,

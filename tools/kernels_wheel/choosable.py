@@ -8,9 +8,9 @@ from tilewright.kernels import cuda_tables
 from tilewright.kernels.cuda import Group, VariantTable
 from tilewright.kernels.cuda.devices import architecture, device_values
 from tilewright.kernels.flash_attention.cuda import selection
+from tilewright.kernels.op.backend import Platform
+from tilewright.kernels.op.portfolio import Choice
 from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
-from tilewright.kernels.portfolio import Choice
-from tilewright.kernels.registry import Platform
 from tilewright.ops.config.results import AutotuningResult
 from tilewright.ops.types import Device
 from tilewright.ops.utils.serialize import resolve

@@ -20,7 +20,7 @@ from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.reference import attention_reference, reference_gradients
 from tilewright.kernels.masks import CausalMask, LengthMask, Mask, WindowMask
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.tuning.numerics import violations as check_policy
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device

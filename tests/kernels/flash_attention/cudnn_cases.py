@@ -20,7 +20,7 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.cudnn.backend import CudnnFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.types import Device
 
 BACKEND = CudnnFlashAttention()

@@ -12,7 +12,7 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.triton.backend import TritonFlashAttention
 from tilewright.kernels.flash_attention.triton.params import Tiles, TritonBackwardParams, TritonForwardParams
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.ops.types import Direction
 

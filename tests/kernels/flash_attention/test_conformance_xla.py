@@ -8,7 +8,7 @@ from tests.kernels.flash_attention.conformance import CASES, Conformance, chosen
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 from tilewright.ops.utils.device import current_device

@@ -28,7 +28,7 @@ from tilewright.kernels.flash_attention.cuda.cutlass_variants import BACKWARD, F
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.masks import CausalMask
-from tilewright.kernels.portfolio import Choice, PerDirection
+from tilewright.kernels.op.portfolio import Choice, PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.serialize import from_json, to_json

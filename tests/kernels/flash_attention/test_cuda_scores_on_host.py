@@ -13,9 +13,9 @@ import pytest
 import tilewright
 from tests.kernels.flash_attention.test_cuda_scores import COMBINED
 from tilewright.kernels.cuda import toolchain
-from tilewright.kernels.dropout import drawn_probability, head_keys, keep_mask, keep_threshold
 from tilewright.kernels.flash_attention.mask_terms import MaskParts, visible_ranges
 from tilewright.kernels.masks import CausalMask, ExplicitMask, Mask, WindowMask
+from tilewright.kernels.numerics.dropout import drawn_probability, head_keys, keep_mask, keep_threshold
 
 CUDA = Path(tilewright.__file__).parent / "kernels/flash_attention/cuda"
 MISSING = toolchain.missing(90)

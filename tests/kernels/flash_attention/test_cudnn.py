@@ -41,7 +41,7 @@ from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.masks import CausalMask, LengthMask, WindowMask
-from tilewright.kernels.portfolio import Choice, PerDirection, lazy
+from tilewright.kernels.op.portfolio import Choice, PerDirection, lazy
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams

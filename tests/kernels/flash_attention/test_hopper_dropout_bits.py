@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.support.suites import sampled
-from tilewright.kernels.dropout import LANES, keep_elements
 from tilewright.kernels.hopper.mosaic_dropout import places_of_pair, words_of_bits
+from tilewright.kernels.numerics.dropout import LANES, keep_elements
 
 COLUMNS = [16, 32, 64, 80, 96, 112, 128]
 THREADS = np.arange(128, dtype=np.uint32)

@@ -21,7 +21,7 @@ from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.heuristics import UNREDUCED_BYTES
 from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams, WideBackwardParams
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.portfolio import Choice, PerDirection
+from tilewright.kernels.op.portfolio import Choice, PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops.utils.device import current_device
 

@@ -18,7 +18,7 @@ from tilewright.kernels.flash_attention.hopper.wide.plans import WideBackwardPla
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.hopper.schedule import makespan
-from tilewright.kernels.sharding import beside_transfer
+from tilewright.kernels.op.sharding import beside_transfer
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.types import Direction
 

@@ -42,7 +42,7 @@ from tilewright.kernels.flash_attention.hopper.params import (
     WideBackwardParams,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.portfolio import Choice, PerDirection
+from tilewright.kernels.op.portfolio import Choice, PerDirection
 from tilewright.modules import flash_attention
 
 __all__ = ["one_device_at_a_time"]  # a fixture

@@ -22,7 +22,7 @@ from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams
 from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.portfolio import Choice, PerDirection
+from tilewright.kernels.op.portfolio import Choice, PerDirection
 from tilewright.modules import FlashAttention, flash_attention
 from tilewright.ops.types import Device
 

@@ -14,7 +14,7 @@ from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.cases import CPU_CASES, HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.masks import AndMask, CausalMask, ExplicitMask, LengthMask, SegmentMask, WindowMask
-from tilewright.kernels.registry import Platform
+from tilewright.kernels.op.backend import Platform
 from tilewright.ops.kernel.kernel import Invocation
 
 KERNEL = FlashAttention()

@@ -13,11 +13,11 @@ from jax.test_util import check_grads
 
 from tests.kernels.flash_attention.conformance import CASES, FACTORS, chosen, describe, pairwise
 from tests.support.suites import sampled
-from tilewright.kernels.dropout import drawn_probability, keep_mask
 from tilewright.kernels.flash_attention import reference
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.reference import attention_reference, reference_gradients
+from tilewright.kernels.numerics.dropout import drawn_probability, keep_mask
 
 
 def run_reference(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.triton.backend import TritonFlashAttention
 from tilewright.kernels.flash_attention.triton.params import Tiles, TritonBackwardParams, TritonForwardParams
-from tilewright.kernels.portfolio import Choice
+from tilewright.kernels.op.portfolio import Choice
 from tilewright.kernels.triton import recorded_launches, requirements
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Device, Direction

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support.suites import crossed, sampled
-from tilewright.kernels.dropout import drawn_probability, keep_mask
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla import backward
@@ -24,6 +23,7 @@ from tilewright.kernels.flash_attention.xla.backward import attention_backward
 from tilewright.kernels.flash_attention.xla.forward import attention_forward
 from tilewright.kernels.flash_attention.xla.tiles import Tiling, is_unrolled, schedule
 from tilewright.kernels.masks import CausalMask, ExplicitMask, LengthMask, Mask, SegmentMask, TileGrid, WindowMask
+from tilewright.kernels.numerics.dropout import drawn_probability, keep_mask
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams

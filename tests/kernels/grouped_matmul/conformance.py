@@ -15,7 +15,7 @@ from tests.support.suites import sampled
 from tilewright.kernels.grouped_matmul.cases import GroupedMatmulCase
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
 from tilewright.kernels.grouped_matmul.op import GroupedMatmul
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.tuning.numerics import violations
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device

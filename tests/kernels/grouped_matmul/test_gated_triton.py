@@ -16,7 +16,6 @@ from tests.kernels.grouped_matmul.test_gated import BASE, arrays_of, expected
 from tests.kernels.matmul.gates import gate_oracle, near
 from tests.kernels.matmul.test_glu import arrays_of as glu_arrays_of
 from tests.support.suites import sampled
-from tilewright.kernels.activations import ACTIVATIONS
 from tilewright.kernels.grouped_matmul.gated import GatedGroupedMatmul
 from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedOptions, GatedProblem
 from tilewright.kernels.grouped_matmul.triton.gated import TritonGatedGroupedMatmul
@@ -25,8 +24,9 @@ from tilewright.kernels.grouped_matmul.triton.glu import TritonGlu
 from tilewright.kernels.matmul.glu import Glu
 from tilewright.kernels.matmul.inputs import GluInputs, GluOptions, GluProblem
 from tilewright.kernels.matmul.xla import XlaGlu
-from tilewright.kernels.portfolio import Choice
-from tilewright.kernels.registry import Platform
+from tilewright.kernels.numerics.activations import ACTIVATIONS
+from tilewright.kernels.op.backend import Platform
+from tilewright.kernels.op.portfolio import Choice
 from tilewright.kernels.triton import recorded_launches
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.kernels.triton.matmul import TritonTile

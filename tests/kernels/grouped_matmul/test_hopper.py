@@ -27,8 +27,8 @@ from tilewright.kernels.grouped_matmul.hopper.gated import HopperGatedGroupedMat
 from tilewright.kernels.grouped_matmul.hopper.params import HopperGatedBackwardParams, HopperGroupedBackwardParams
 from tilewright.kernels.grouped_matmul.inputs import GroupedProblem
 from tilewright.kernels.hopper.matmul.params import MatmulParams
-from tilewright.kernels.portfolio import Choice, PerDirection
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.portfolio import Choice, PerDirection
 from tilewright.ops.types import Device
 from tilewright.ops.utils.serialize import tagged, untagged
 

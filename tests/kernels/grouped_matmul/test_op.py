@@ -13,7 +13,7 @@ from tests.kernels.grouped_matmul.oracle import oracle
 from tilewright.kernels.grouped_matmul.cases import CASES, GroupedMatmulCase
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedOptions
 from tilewright.kernels.grouped_matmul.op import GroupedMatmul
-from tilewright.kernels.roofline import min_ms
+from tilewright.kernels.op.roofline import min_ms
 from tilewright.modules import grouped_matmul
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.utils.known_devices import find_device

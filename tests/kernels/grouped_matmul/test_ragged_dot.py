@@ -11,8 +11,8 @@ from tests.kernels.conftest import H100
 from tests.kernels.grouped_matmul.conformance import CASES, GroupedConformance, inputs_of
 from tilewright.kernels.grouped_matmul.inputs import GroupedProblem
 from tilewright.kernels.grouped_matmul.ragged_dot import RaggedDot
-from tilewright.kernels.portfolio import Choice, PerDirection
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.portfolio import Choice, PerDirection
 from tilewright.modules import grouped_matmul
 from tilewright.ops import BwdParams, FwdParams
 from tilewright.ops.utils.device import current_device

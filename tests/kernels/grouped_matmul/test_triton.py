@@ -19,7 +19,7 @@ from tilewright.kernels.grouped_matmul.groups import row_tiles
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
 from tilewright.kernels.grouped_matmul.triton.backend import TritonGroupedMatmul
 from tilewright.kernels.grouped_matmul.triton.params import TritonGroupedBackwardParams, TritonGroupedForwardParams
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.kernels.triton.matmul import TritonTile
 from tilewright.ops.types import Device

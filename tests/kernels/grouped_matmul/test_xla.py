@@ -16,7 +16,7 @@ from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProbl
 from tilewright.kernels.grouped_matmul.xla.backend import XlaGroupedMatmul
 from tilewright.kernels.grouped_matmul.xla.blocks import Blocks
 from tilewright.kernels.grouped_matmul.xla.params import XlaBlockParams
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.utils import device as devices
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.serialize import tagged, untagged

@@ -13,7 +13,7 @@ from tests.support.suites import sampled
 from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.tuning.numerics import violations
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device

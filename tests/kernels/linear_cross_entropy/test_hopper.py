@@ -35,7 +35,7 @@ from tilewright.kernels.linear_cross_entropy.hopper import backend
 from tilewright.kernels.linear_cross_entropy.hopper.params import HopperLossBackwardParams, HopperLossParams
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
-from tilewright.kernels.portfolio import Choice, PerDirection
+from tilewright.kernels.op.portfolio import Choice, PerDirection
 from tilewright.ops.utils.serialize import tagged, untagged
 
 BACKEND = backend.HopperLinearCrossEntropy()

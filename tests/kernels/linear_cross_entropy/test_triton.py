@@ -35,8 +35,8 @@ from tilewright.kernels.linear_cross_entropy.triton.params import (
     TritonLossParams,
     block_sizes,
 )
-from tilewright.kernels.portfolio import Choice, PerDirection
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.portfolio import Choice, PerDirection
 from tilewright.kernels.triton import recorded_launches
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.kernels.triton.matmul import TritonTile

@@ -25,8 +25,8 @@ from tilewright.kernels.linear_cross_entropy.inputs import LossProblem
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.xla.backend import XlaLinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.xla.params import XlaLossBackwardParams, XlaLossParams, block_sizes
-from tilewright.kernels.portfolio import Choice, PerDirection
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.portfolio import Choice, PerDirection
 from tilewright.modules import linear_cross_entropy
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device

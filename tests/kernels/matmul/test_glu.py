@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 from tests.kernels.grouped_matmul.test_sharding import mesh_of, put
 from tests.kernels.matmul.gates import gate_oracle, near
 from tests.support.suites import sampled
-from tilewright.kernels.activations import ACTIVATIONS
 from tilewright.kernels.matmul.cases import GluCase
 from tilewright.kernels.matmul.params import XlaGluBackwardParams
-from tilewright.kernels.portfolio import Choice, PerDirection
+from tilewright.kernels.numerics.activations import ACTIVATIONS
+from tilewright.kernels.op.portfolio import Choice, PerDirection
 from tilewright.modules import glu
 from tilewright.ops.utils.serialize import tagged, untagged
 

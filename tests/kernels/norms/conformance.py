@@ -13,7 +13,7 @@ import pytest
 from tilewright.kernels.norms.cases import LayerNormCase, NormCase, RmsNormCase
 from tilewright.kernels.norms.inputs import NormInputs, NormProblem, NormResults
 from tilewright.kernels.norms.reference import norm_reference
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.tuning.numerics import violations
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device

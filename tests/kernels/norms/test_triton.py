@@ -18,7 +18,7 @@ from tilewright.kernels.norms.cases import LayerNormCase, RmsNormCase
 from tilewright.kernels.norms.inputs import NormInputs, NormProblem, NormResults
 from tilewright.kernels.norms.triton.backend import TritonNorm
 from tilewright.kernels.norms.triton.params import NormBackwardParams, NormForwardParams, kept_elements
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.ops.types import Device
 from tilewright.ops.utils.serialize import tagged, untagged

@@ -10,7 +10,7 @@ from tests.kernels.norms.conformance import NormConformance, cotangents_of, orac
 from tilewright.kernels.norms.cases import LayerNormCase, RmsNormCase
 from tilewright.kernels.norms.inputs import NormInputs, NormProblem
 from tilewright.kernels.norms.xla import XlaNorm
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 PARAMS = (FwdParams(), BwdParams())

@@ -16,6 +16,7 @@ import pytest
 from tests.kernels.flash_attention.conformance import judge, pairwise
 from tests.support.suites import covered, crossed, sampled
 from tilewright.kernels import kernel
+from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.paged_attention.cases import ServingCase
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
@@ -23,7 +24,6 @@ from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
 from tilewright.kernels.paged_attention.ops.ragged_decode_attention import RaggedDecodeCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.reference import paged_reference
-from tilewright.kernels.registry import Implementation
 from tilewright.ops.utils.device import current_device
 
 FACTORS: dict[str, Sequence[Any]] = {

@@ -14,9 +14,9 @@ import pytest
 
 from tests.kernels.paged_attention.conformance import check, inputs_of
 from tests.support.suites import sampled
+from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
-from tilewright.kernels.registry import Implementation
 from tilewright.ops.utils.device import current_device
 
 SIZES: dict[str, Any] = {

@@ -16,11 +16,11 @@ from tests.kernels.paged_attention.conformance import check
 from tests.kernels.paged_attention.latent_conformance import LatentConformance, latent_inputs
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import crossed, sampled
+from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.paged_attention.hopper import latent_backend as pallas_gpu
 from tilewright.kernels.paged_attention.hopper.latent_backend import HopperLatentParams, PallasGpuPagedAttention
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaDecode
-from tilewright.kernels.registry import Implementation
 from tilewright.ops.utils.serialize import from_json, to_json
 
 GPU_CASES = MlaDecode.cases.by_device["gpu"]

@@ -17,13 +17,13 @@ from tests.kernels.conftest import A100, H100
 from tests.kernels.paged_attention.conformance import PAGED, PagedConformance, check, chosen, inputs_of, problem_of
 from tests.support.suites import crossed
 from tilewright.kernels import kernel
+from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.paged_attention.inputs import FAR, PagedProblem
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
 from tilewright.kernels.paged_attention.ops.page_attention import PageCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.triton import positions
 from tilewright.kernels.paged_attention.triton.backend import MAX_SPLITS, TritonPagedAttention
-from tilewright.kernels.registry import Implementation
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.ops.utils.datacarrier import FwdParams
 

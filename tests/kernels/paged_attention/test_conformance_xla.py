@@ -17,11 +17,11 @@ from tests.kernels.paged_attention.conformance import (
     problem_of,
 )
 from tests.support.suites import crossed
+from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.paged_attention.inputs import PagedProblem
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.xla.backend import XlaPagedAttention
-from tilewright.kernels.registry import Implementation
 from tilewright.ops.types import Device
 from tilewright.ops.utils.datacarrier import FwdParams
 from tilewright.ops.utils.device import current_device

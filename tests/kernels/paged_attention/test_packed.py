@@ -9,11 +9,11 @@ import pytest
 from tests.kernels.conftest import A100, H100
 from tests.kernels.paged_attention.conformance import PACKED_ON_HOPPER, inputs_of, packed_problem
 from tilewright.kernels.cuda import toolchain
+from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.paged_attention.cuda.packed import CudaPackedAttention
 from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
 from tilewright.kernels.paged_attention.inputs import PagedProblem
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
-from tilewright.kernels.registry import Implementation
 
 
 @pytest.fixture(params=[CudaPackedAttention(), PallasGpuPackedAttention()], ids=["cuda", "pallas"])

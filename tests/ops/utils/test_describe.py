@@ -6,8 +6,8 @@ import json
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.portfolio import Choice
-from tilewright.kernels.registry import Platform
+from tilewright.kernels.op.backend import Platform
+from tilewright.kernels.op.portfolio import Choice
 from tilewright.modules import FlashAttention
 from tilewright.ops import FwdParams
 from tilewright.ops.kernel.prepared import prepared

@@ -11,7 +11,7 @@ from jax._src import tpu_info
 from jax._src.pallas.triton import gpu_info
 
 import tilewright
-from tilewright.kernels.footprint import block_limits
+from tilewright.kernels.op.footprint import block_limits
 from tilewright.ops.utils import device as devices
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.fingerprint import device_fingerprint

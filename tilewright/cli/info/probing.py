@@ -11,8 +11,8 @@ import jax
 
 from tilewright.cli.mistakes import first_line
 from tilewright.kernels import OPS, kernel
-from tilewright.kernels.portfolio import LazyImplementation, implementation_name
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.portfolio import LazyImplementation, implementation_name
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device, local_devices

@@ -6,8 +6,6 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from tilewright.kernels import arguments
-from tilewright.kernels.arguments import on_host
 from tilewright.kernels.context_parallel.call import ContextCall, MaskArrays
 from tilewright.kernels.context_parallel.layout import Layout
 from tilewright.kernels.context_parallel.ring import Keys
@@ -24,7 +22,9 @@ from tilewright.kernels.flash_attention.masking import (
     packed_bounds,
     segments_mask,
 )
-from tilewright.kernels.sharding import AxisName, check_manual, devices_along
+from tilewright.kernels.op import arguments
+from tilewright.kernels.op.arguments import on_host
+from tilewright.kernels.op.sharding import AxisName, check_manual, devices_along
 
 
 class Prepared(NamedTuple):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from tilewright.kernels.context_parallel.layout import Layout
 from tilewright.kernels.flash_attention.masking import FAR, Band, packed_rows
 from tilewright.kernels.masks import BandMask, CausalMask, LengthMask, Mask, SegmentMask, WindowMask
-from tilewright.kernels.sharding import AxisName
+from tilewright.kernels.op.sharding import AxisName
 
 
 @dataclasses.dataclass(frozen=True)

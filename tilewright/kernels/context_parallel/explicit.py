@@ -7,11 +7,11 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from tilewright.kernels.arguments import as_array, on_host
 from tilewright.kernels.context_parallel.function import attention_over_axis, check_refused
 from tilewright.kernels.context_parallel.ring import AttentionKernel
-from tilewright.kernels.sharding import axis_names, explicit_mesh, over_explicit_axes, placed, typed_axes
-from tilewright.kernels.softmax import accumulation_dtype
+from tilewright.kernels.numerics.softmax import accumulation_dtype
+from tilewright.kernels.op.arguments import as_array, on_host
+from tilewright.kernels.op.sharding import axis_names, explicit_mesh, over_explicit_axes, placed, typed_axes
 from tilewright.ops.kernel.arrays import is_symbolic
 
 _BY_BATCH = frozenset({"query_seq_lengths", "key_value_seq_lengths"})

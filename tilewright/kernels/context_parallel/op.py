@@ -4,13 +4,13 @@ from typing import Any
 
 from jax.typing import ArrayLike
 
-from tilewright.kernels.arguments import PlatformOption, PrecisionLike
 from tilewright.kernels.context_parallel.function import attention_over_axis
 from tilewright.kernels.context_parallel.layout import LayoutName
 from tilewright.kernels.context_parallel.strategy import StrategyName
 from tilewright.kernels.flash_attention.arguments import CausalAlignment
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.sharding import AxisName
+from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
+from tilewright.kernels.op.sharding import AxisName
 from tilewright.ops.kernel.kernel import errors_naming_function
 
 _FLASH_ATTENTION = FlashAttention()

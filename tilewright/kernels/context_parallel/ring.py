@@ -40,10 +40,10 @@ from tilewright.kernels.context_parallel.plan import Rectangle, Segment, Step, r
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
 from tilewright.kernels.flash_attention.operands import by_row
 from tilewright.kernels.flash_attention.results import row_terms, sinks_gradient
-from tilewright.kernels.portfolio import Portfolio
-from tilewright.kernels.sharding import AxisName, beside_transfer, vary_over, varying_axes
-from tilewright.kernels.softmax import accumulation_dtype, finite_shift
-from tilewright.kernels.xla_flags import permutes_by_copies
+from tilewright.kernels.numerics.softmax import accumulation_dtype, finite_shift
+from tilewright.kernels.op.portfolio import Portfolio
+from tilewright.kernels.op.sharding import AxisName, beside_transfer, vary_over, varying_axes
+from tilewright.kernels.op.xla_flags import permutes_by_copies
 
 type AttentionKernel = Portfolio[Any, Any, Any]
 type Index = int | jax.Array

@@ -10,8 +10,8 @@ from jax import lax
 from tilewright.kernels.context_parallel.call import ContextCall, MaskArrays, mask_of, order_matters
 from tilewright.kernels.context_parallel.layout import Layout
 from tilewright.kernels.context_parallel.ring import AttentionKernel, Keys
-from tilewright.kernels.sharding import AxisName
-from tilewright.kernels.softmax import accumulation_dtype
+from tilewright.kernels.numerics.softmax import accumulation_dtype
+from tilewright.kernels.op.sharding import AxisName
 
 type Results = tuple[jax.Array, jax.Array]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from tilewright.kernels.footprint import block_limits
+from tilewright.kernels.op.footprint import block_limits
 from tilewright.ops.types import Device
 
 _MIN_SHARED_BYTES = 48 << 10

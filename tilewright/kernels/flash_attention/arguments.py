@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.kernels.arguments import apply, as_array, is_floating, is_integer, number, reshape
+from tilewright.kernels.op.arguments import apply, as_array, is_floating, is_integer, number, reshape
 
 type CausalAlignment = Literal["top_left", "bottom_right"]
 

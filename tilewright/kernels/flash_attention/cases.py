@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.kernels.biases import AlibiBias, RelativeBias
-from tilewright.kernels.cases import Arguments, Case, OpCases, Peer, normal, variants
 from tilewright.kernels.flash_attention.arguments import CausalAlignment
+from tilewright.kernels.op.cases import Arguments, Case, OpCases, Peer, normal, variants
 
 MAX_SEQUENCES = 4
 """Sequences in a packed case, and segments in a segmented one."""

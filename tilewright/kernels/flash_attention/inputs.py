@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt32  # noqa: F401
 
-from tilewright.kernels.dropout import head_keys
 from tilewright.kernels.flash_attention.position_bias import PositionBias
 from tilewright.kernels.masks import Mask
+from tilewright.kernels.numerics.dropout import head_keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class AttentionOptions:
     A backend that does not read a field computes without it: each declines what it cannot do, by name.
 
     Attributes:
-      dropout_prob: what the generator really drops, a ``drawn_probability`` of ``tilewright.kernels.dropout``.
+      dropout_prob: what the generator really drops, a ``drawn_probability`` of ``tilewright.kernels.numerics.dropout``.
       beside_transfer: a transfer to another device is under way, which needs some of the SMs. It changes no result.
     """
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels import arguments
 from tilewright.kernels.flash_attention.arguments import score_array
 from tilewright.kernels.masks import (
     AndMask,
@@ -21,6 +20,7 @@ from tilewright.kernels.masks import (
     WindowMask,
     members,
 )
+from tilewright.kernels.op import arguments
 
 FAR = 1 << 30
 """A bound beyond every difference of positions, meaning no bound."""

@@ -12,11 +12,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from tilewright.kernels import arguments
-from tilewright.kernels.arguments import PlatformOption, PrecisionLike
 from tilewright.kernels.biases import AlibiBias, RelativeBias
 from tilewright.kernels.context_parallel.explicit import attention_on_explicit_axes, keys_travel
-from tilewright.kernels.dropout import drawn_probability
 from tilewright.kernels.flash_attention import masking, sampling
 from tilewright.kernels.flash_attention.arguments import (
     CausalAlignment,
@@ -36,11 +33,14 @@ from tilewright.kernels.flash_attention.position_bias import PositionBias, is_po
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.reference import attention_reference
 from tilewright.kernels.masks import Mask, TileClass, TileGrid
-from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
-from tilewright.kernels.public import public_function
-from tilewright.kernels.roofline import Cost
-from tilewright.kernels.sharding import Partitioning, is_beside_transfer
-from tilewright.kernels.softmax import accumulation_dtype
+from tilewright.kernels.numerics.dropout import drawn_probability
+from tilewright.kernels.numerics.softmax import accumulation_dtype
+from tilewright.kernels.op import arguments
+from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
+from tilewright.kernels.op.portfolio import Choice, PortfolioKernel, lazy
+from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.roofline import Cost
+from tilewright.kernels.op.sharding import Partitioning, is_beside_transfer
 from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.kernel.kernel import Invocation, errors_naming
 from tilewright.ops.kernel.parts import OraclePart

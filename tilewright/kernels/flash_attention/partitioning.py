@@ -22,8 +22,15 @@ from jax.sharding import PartitionSpec
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.position_bias import PositionBias
 from tilewright.kernels.masks import BandMask, CombinedMask, ExplicitMask, LengthMask, Mask, SegmentMask
-from tilewright.kernels.sharding import GradientParts, Partitioning, axis_names, explicit_mesh, typed_axes, typed_spec
-from tilewright.kernels.softmax import merged_over_axes
+from tilewright.kernels.numerics.softmax import merged_over_axes
+from tilewright.kernels.op.sharding import (
+    GradientParts,
+    Partitioning,
+    axis_names,
+    explicit_mesh,
+    typed_axes,
+    typed_spec,
+)
 
 type Axes = str | tuple[str, ...] | None
 """The entry of a ``PartitionSpec`` for one dimension."""

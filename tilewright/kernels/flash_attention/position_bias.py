@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tilewright.kernels.arguments import as_array, is_floating, reshape
 from tilewright.kernels.biases import AlibiBias, RelativeBias
 from tilewright.kernels.flash_attention.masking import Positions, ScoreShape
 from tilewright.kernels.masks import Index
+from tilewright.kernels.op.arguments import as_array, is_floating, reshape
 from tilewright.ops.utils.stable_ids import stable_id
 
 type Kind = Literal["alibi", "relative"]

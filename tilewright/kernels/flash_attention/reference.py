@@ -10,9 +10,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from tilewright.kernels.dropout import head_keys, keep_mask_tile
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.position_bias import PositionBias
+from tilewright.kernels.numerics.dropout import head_keys, keep_mask_tile
 
 type Results = tuple[Float[Array, "batch q_length heads value_dim"], Float[Array, "batch heads q_length"]]
 

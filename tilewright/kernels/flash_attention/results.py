@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.softmax import accumulation_dtype, sinks_statistics
+from tilewright.kernels.numerics.softmax import accumulation_dtype, sinks_statistics
 
 LOWEST_LSE = -float(1 << 24)
 """Log-sum-exp below which a row has no gradient.

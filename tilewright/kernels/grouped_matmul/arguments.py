@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from tilewright.kernels.arguments import apply, as_array, is_floating, is_integer, to_int32
 from tilewright.kernels.grouped_matmul.inputs import SCALE_BLOCK
+from tilewright.kernels.op.arguments import apply, as_array, is_floating, is_integer, to_int32
 
 
 def floating(name: str, value: object, rank: int, form: str) -> jax.Array:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.kernels.activations import ACTIVATIONS, Activation
-from tilewright.kernels.cases import Arguments, Case, OpCases, Peer, normal, variants
 from tilewright.kernels.grouped_matmul.inputs import SCALE_BLOCK
+from tilewright.kernels.numerics.activations import ACTIVATIONS, Activation
+from tilewright.kernels.op.cases import Arguments, Case, OpCases, Peer, normal, variants
 
 type Scaling = Literal["none", "number", "blocks"]
 

@@ -10,10 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from tilewright.kernels import arguments
-from tilewright.kernels.activations import Activation, activation_name
-from tilewright.kernels.arguments import PlatformOption
-from tilewright.kernels.dots import result_dtype
 from tilewright.kernels.grouped_matmul.arguments import (
     check_matrices,
     check_sizes_on_host,
@@ -24,11 +20,15 @@ from tilewright.kernels.grouped_matmul.arguments import (
 from tilewright.kernels.grouped_matmul.cases import GATED_CASES, group_offset_of, group_sizes
 from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedOptions, GatedProblem, gated_reference
 from tilewright.kernels.grouped_matmul.partitioning import gated_partitioning
-from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
-from tilewright.kernels.public import public_function
-from tilewright.kernels.roofline import Cost, array_bytes
-from tilewright.kernels.sharding import Partitioning, typed_axes
-from tilewright.kernels.x64 import without_x64
+from tilewright.kernels.numerics.activations import Activation, activation_name
+from tilewright.kernels.numerics.dots import result_dtype
+from tilewright.kernels.op import arguments
+from tilewright.kernels.op.arguments import PlatformOption
+from tilewright.kernels.op.portfolio import Choice, PortfolioKernel, lazy
+from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.roofline import Cost, array_bytes
+from tilewright.kernels.op.sharding import Partitioning, typed_axes
+from tilewright.kernels.op.x64 import without_x64
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.stable_ids import stable_id
 

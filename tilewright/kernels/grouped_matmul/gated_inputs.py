@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from tilewright.kernels.activations import gated
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedOptions
 from tilewright.kernels.grouped_matmul.reference import grouped_matmul_reference
+from tilewright.kernels.numerics.activations import gated
 
 GATED_GRADIENTS = frozenset({"lhs", "gate", "up"})
 

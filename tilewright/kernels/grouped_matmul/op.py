@@ -10,9 +10,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from tilewright.kernels import arguments
-from tilewright.kernels.arguments import PlatformOption, PrecisionLike
-from tilewright.kernels.dots import result_dtype
 from tilewright.kernels.grouped_matmul.arguments import (
     check_matrices,
     check_sizes_on_host,
@@ -25,10 +22,13 @@ from tilewright.kernels.grouped_matmul.cases import CASES, group_offset_of, grou
 from tilewright.kernels.grouped_matmul.inputs import GRADIENTS, GroupedInputs, GroupedOptions, GroupedProblem
 from tilewright.kernels.grouped_matmul.partitioning import grouped_partitioning
 from tilewright.kernels.grouped_matmul.reference import grouped_matmul_reference
-from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
-from tilewright.kernels.public import public_function
-from tilewright.kernels.roofline import Cost
-from tilewright.kernels.sharding import Partitioning, typed_axes
+from tilewright.kernels.numerics.dots import result_dtype
+from tilewright.kernels.op import arguments
+from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
+from tilewright.kernels.op.portfolio import Choice, PortfolioKernel, lazy
+from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.roofline import Cost
+from tilewright.kernels.op.sharding import Partitioning, typed_axes
 from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.stable_ids import stable_id
@@ -133,7 +133,7 @@ class GroupedMatmul(PortfolioKernel[GroupedInputs, GroupedProblem, Any]):
         return jax.ShapeDtypeStruct(inputs.out_shape, inputs.options.out_dtype)
 
     def gradients_of(self, inputs: GroupedInputs) -> dict[str, Any]:
-        """Those of the operands; scales have none."""
+        """The gradients of the operands; scales have none."""
         return {name: struct_like(getattr(inputs, name)) for name in GRADIENTS}
 
     def forward_with_residuals(self, *args: object, cfg: Choice, **kwargs: object) -> tuple[Any, None]:

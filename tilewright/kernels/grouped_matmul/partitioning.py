@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from tilewright.kernels.dots import accumulator
 from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs
 from tilewright.kernels.grouped_matmul.groups import row_bounds
 from tilewright.kernels.grouped_matmul.inputs import SCALE_BLOCK, GroupedInputs
-from tilewright.kernels.sharding import (
+from tilewright.kernels.numerics.dots import accumulator
+from tilewright.kernels.op.sharding import (
     GradientParts,
     Partitioning,
     axis_names,

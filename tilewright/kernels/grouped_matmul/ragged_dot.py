@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.dots import accumulator
 from tilewright.kernels.grouped_matmul.groups import owned, row_bounds
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.numerics.dots import accumulator
+from tilewright.kernels.op.backend import Implementation, Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 

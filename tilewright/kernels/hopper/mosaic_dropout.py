@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.kernels.dropout import LANES, PAIR, PHILOX_KEY_STEP, PHILOX_MULTIPLIER, PHILOX_ROUNDS
+from tilewright.kernels.numerics.dropout import LANES, PAIR, PHILOX_KEY_STEP, PHILOX_MULTIPLIER, PHILOX_ROUNDS
 
 COLUMNS_PER_WORD = 64
 CALLS_PER_WORD = COLUMNS_PER_WORD // PAIR

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from tilewright.kernels.arguments import apply, as_array, is_floating, is_integer, number, to_int32
 from tilewright.kernels.linear_cross_entropy.inputs import IGNORED
-from tilewright.kernels.sharding import explicit_mesh
+from tilewright.kernels.op.arguments import apply, as_array, is_floating, is_integer, number, to_int32
+from tilewright.kernels.op.sharding import explicit_mesh
 
 type Reduction = Literal["mean", "sum", "none"]
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.kernels.cases import Arguments, Case, OpCases, Peer, normal, variants
+from tilewright.kernels.op.cases import Arguments, Case, OpCases, Peer, normal, variants
 
 type Reduction = Literal["mean", "sum", "none"]
 

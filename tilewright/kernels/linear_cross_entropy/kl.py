@@ -11,8 +11,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from tilewright.kernels import arguments
-from tilewright.kernels.arguments import PlatformOption
 from tilewright.kernels.linear_cross_entropy.arguments import (
     Reduction,
     may_be_distributed,
@@ -33,10 +31,12 @@ from tilewright.kernels.linear_cross_entropy.shards import (
     of_all_devices,
     summed_over,
 )
-from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
-from tilewright.kernels.public import public_function
-from tilewright.kernels.roofline import Cost, array_bytes
-from tilewright.kernels.sharding import (
+from tilewright.kernels.op import arguments
+from tilewright.kernels.op.arguments import PlatformOption
+from tilewright.kernels.op.portfolio import Choice, PortfolioKernel, lazy
+from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.roofline import Cost, array_bytes
+from tilewright.kernels.op.sharding import (
     GradientParts,
     Partitioning,
     devices_along,

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from tilewright.kernels.dots import accumulator
 from tilewright.kernels.linear_cross_entropy.inputs import Summary
+from tilewright.kernels.numerics.dots import accumulator
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

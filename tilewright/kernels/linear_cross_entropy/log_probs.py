@@ -5,8 +5,8 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike
 
-from tilewright.kernels.arguments import PlatformOption
 from tilewright.kernels.linear_cross_entropy.op import linear_cross_entropy
+from tilewright.kernels.op.arguments import PlatformOption
 
 
 def linear_log_probs(

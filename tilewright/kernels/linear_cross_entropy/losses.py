@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from tilewright.kernels.dots import accumulator
 from tilewright.kernels.linear_cross_entropy.inputs import IGNORED, LossInputs, LossOptions, LossResults
+from tilewright.kernels.numerics.dots import accumulator
 
 
 def wide_dtype(inputs: LossInputs) -> Any:

@@ -12,8 +12,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from tilewright.kernels import arguments
-from tilewright.kernels.arguments import PlatformOption
 from tilewright.kernels.linear_cross_entropy.arguments import (
     Reduction,
     bias_array,
@@ -45,11 +43,13 @@ from tilewright.kernels.linear_cross_entropy.shards import (
     of_all_devices,
     summed_over,
 )
-from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
-from tilewright.kernels.public import public_function
-from tilewright.kernels.roofline import Cost, array_bytes
-from tilewright.kernels.sharding import Partitioning, devices_along, explicit_mesh, gathered, typed_axes
-from tilewright.kernels.x64 import without_x64
+from tilewright.kernels.op import arguments
+from tilewright.kernels.op.arguments import PlatformOption
+from tilewright.kernels.op.portfolio import Choice, PortfolioKernel, lazy
+from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.roofline import Cost, array_bytes
+from tilewright.kernels.op.sharding import Partitioning, devices_along, explicit_mesh, gathered, typed_axes
+from tilewright.kernels.op.x64 import without_x64
 from tilewright.ops.kernel.kernel import Invocation, errors_naming
 from tilewright.ops.kernel.prepared import prepare
 from tilewright.ops.utils.stable_ids import stable_id

@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossResults
-from tilewright.kernels.sharding import (
+from tilewright.kernels.op.sharding import (
     GradientParts,
     Partitioning,
     axis_names,

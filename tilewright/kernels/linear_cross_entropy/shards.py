@@ -16,7 +16,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from tilewright.kernels.linear_cross_entropy.inputs import IGNORED
 from tilewright.kernels.linear_cross_entropy.partitioning import token_axes
-from tilewright.kernels.sharding import (
+from tilewright.kernels.numerics.softmax import accumulation_dtype
+from tilewright.kernels.op.sharding import (
     axis_names,
     explicit_mesh,
     over_explicit_axes,
@@ -24,7 +25,6 @@ from tilewright.kernels.sharding import (
     vary_over,
     varying_axes,
 )
-from tilewright.kernels.softmax import accumulation_dtype
 
 
 @dataclasses.dataclass(frozen=True)

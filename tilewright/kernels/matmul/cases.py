@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.kernels.activations import ACTIVATIONS, Activation
-from tilewright.kernels.cases import Arguments, Case, OpCases, Peer, normal, variants
+from tilewright.kernels.numerics.activations import ACTIVATIONS, Activation
+from tilewright.kernels.op.cases import Arguments, Case, OpCases, Peer, normal, variants
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tilewright.kernels import arguments
-from tilewright.kernels.activations import Activation, activation_name, gated
-from tilewright.kernels.arguments import PlatformOption
-from tilewright.kernels.dots import result_dtype
 from tilewright.kernels.matmul.cases import GLU_CASES
 from tilewright.kernels.matmul.inputs import GluInputs, GluOptions, GluProblem
 from tilewright.kernels.matmul.partitioning import glu_partitioning
-from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
-from tilewright.kernels.public import public_function
-from tilewright.kernels.roofline import Cost, array_bytes
-from tilewright.kernels.sharding import Partitioning
-from tilewright.kernels.x64 import without_x64
+from tilewright.kernels.numerics.activations import Activation, activation_name, gated
+from tilewright.kernels.numerics.dots import result_dtype
+from tilewright.kernels.op import arguments
+from tilewright.kernels.op.arguments import PlatformOption
+from tilewright.kernels.op.portfolio import Choice, PortfolioKernel, lazy
+from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.roofline import Cost, array_bytes
+from tilewright.kernels.op.sharding import Partitioning
+from tilewright.kernels.op.x64 import without_x64
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.stable_ids import stable_id
 

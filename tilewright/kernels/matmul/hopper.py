@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.activations import gated_gradients, kept_apart
-from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.device import device_reasons, num_sms
 from tilewright.kernels.hopper.matmul.dense import dense_matmul, dense_plan, dense_products
 from tilewright.kernels.hopper.matmul.gate import GateEpilogue
@@ -19,7 +17,9 @@ from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.plan import plan_reasons
 from tilewright.kernels.matmul.inputs import GluInputs, GluProblem, MatmulInputs, MatmulProblem
 from tilewright.kernels.matmul.params import HopperGluBackwardParams, HopperMatmulBackwardParams
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.numerics.activations import gated_gradients, kept_apart
+from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.footprint import Footprint
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 

@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from tilewright.kernels import arguments
-from tilewright.kernels.arguments import PlatformOption, PrecisionLike
-from tilewright.kernels.dots import result_dtype
 from tilewright.kernels.matmul.cases import CASES
 from tilewright.kernels.matmul.inputs import MatmulInputs, MatmulOptions, MatmulProblem
 from tilewright.kernels.matmul.partitioning import matmul_partitioning
-from tilewright.kernels.portfolio import Choice, PortfolioKernel, lazy
-from tilewright.kernels.public import public_function
-from tilewright.kernels.roofline import Cost
-from tilewright.kernels.sharding import Partitioning
+from tilewright.kernels.numerics.dots import result_dtype
+from tilewright.kernels.op import arguments
+from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
+from tilewright.kernels.op.portfolio import Choice, PortfolioKernel, lazy
+from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.roofline import Cost
+from tilewright.kernels.op.sharding import Partitioning
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.stable_ids import stable_id
 

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from tilewright.kernels.dots import accumulator
 from tilewright.kernels.matmul.inputs import GluInputs, MatmulInputs
-from tilewright.kernels.sharding import (
+from tilewright.kernels.numerics.dots import accumulator
+from tilewright.kernels.op.sharding import (
     GradientParts,
     Partitioning,
     axis_names,

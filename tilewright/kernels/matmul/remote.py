@@ -14,7 +14,7 @@ from tilewright.kernels.hopper.matmul.operands import operand_reasons
 from tilewright.kernels.hopper.matmul.scattered import scattered_matmul, scattered_params
 from tilewright.kernels.hopper.matmul.sending import MAX_DEVICES, Ring
 from tilewright.kernels.matmul.rings import RingOptions, gathered_by_parts, scattered_by_parts
-from tilewright.kernels.sharding import unvarying, vary_over, varying_axes
+from tilewright.kernels.op.sharding import unvarying, vary_over, varying_axes
 from tilewright.ops.utils.device import current_device
 
 type Product = Callable[[jax.Array, jax.Array, RingOptions], jax.Array]

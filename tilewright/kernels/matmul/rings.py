@@ -25,12 +25,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.arguments import PlatformOption
-from tilewright.kernels.dots import accumulator
 from tilewright.kernels.matmul.op import matmul
-from tilewright.kernels.roofline import peaks_of
-from tilewright.kernels.sharding import AxisName, vary_over, varying_axes
-from tilewright.kernels.xla_flags import permutes_by_copies
+from tilewright.kernels.numerics.dots import accumulator
+from tilewright.kernels.op.arguments import PlatformOption
+from tilewright.kernels.op.roofline import peaks_of
+from tilewright.kernels.op.sharding import AxisName, vary_over, varying_axes
+from tilewright.kernels.op.xla_flags import permutes_by_copies
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device
 

@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.activations import gated, gated_gradients, kept_apart
-from tilewright.kernels.dots import accumulator, dot
 from tilewright.kernels.matmul.inputs import GluInputs, GluProblem, GluResults, MatmulInputs, MatmulProblem
 from tilewright.kernels.matmul.params import XlaGluBackwardParams
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.numerics.activations import gated, gated_gradients, kept_apart
+from tilewright.kernels.numerics.dots import accumulator, dot
+from tilewright.kernels.op.backend import Implementation, Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.kernels.cases import Arguments, Case, OpCases, normal, variants
 from tilewright.kernels.norms.inputs import NormInputs, NormOptions
+from tilewright.kernels.op.cases import Arguments, Case, OpCases, normal, variants
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

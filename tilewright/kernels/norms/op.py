@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 import jax
 from jax.typing import ArrayLike
 
-from tilewright.kernels.arguments import PlatformOption, as_array, is_floating, number, platforms, to_32_bit
 from tilewright.kernels.norms.cases import LAYER_CASES, RMS_CASES
 from tilewright.kernels.norms.inputs import Kind, NormInputs, NormOptions, NormProblem, NormResults
 from tilewright.kernels.norms.reference import norm_reference
-from tilewright.kernels.portfolio import PortfolioKernel, lazy
-from tilewright.kernels.public import public_function
+from tilewright.kernels.op.arguments import PlatformOption, as_array, is_floating, number, platforms, to_32_bit
+from tilewright.kernels.op.portfolio import PortfolioKernel, lazy
+from tilewright.kernels.op.public import public_function
 from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.utils.stable_ids import stable_id
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tilewright.kernels.norms.inputs import NormInputs, NormOptions, NormProblem, NormResults, normed
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation, Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.kernels.arguments import apply, as_array, is_floating, is_integer, reshape, to_int32, window
+from tilewright.kernels.op.arguments import apply, as_array, is_floating, is_integer, reshape, to_int32, window
 from tilewright.kernels.paged_attention.inputs import FAR
 
 QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.kernels.cases import Case, OpCases, normal, variants
+from tilewright.kernels.op.cases import Case, OpCases, normal, variants
 
 MAX_HOST_SHARE = 1 << 22
 """Elements up to which an array is drawn on the host, where nothing must be compiled first."""

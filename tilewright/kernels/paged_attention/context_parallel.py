@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tilewright.kernels.arguments import PlatformOption, as_array, flag, platforms, scaled, sinks_array, soft_cap
+from tilewright.kernels.op.arguments import PlatformOption, as_array, flag, platforms, scaled, sinks_array, soft_cap
+from tilewright.kernels.op.sharding import AxisName
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.ops.mla_decode import mla_decode
 from tilewright.kernels.paged_attention.ops.page_attention import page_attention
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import ragged_page_attention
 from tilewright.kernels.paged_attention.ops.update_pages import update_pages
 from tilewright.kernels.paged_attention.split_pages import SplitPages, token_ranges
-from tilewright.kernels.sharding import AxisName
 from tilewright.ops.kernel.kernel import errors_naming_function
 
 type Window = int | tuple[int | None, int | None] | None

@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tilewright.kernels.arguments import flag, platforms, reshape, scaled, sinks_array, soft_cap, to_32_bit
+from tilewright.kernels.numerics.softmax import accumulation_dtype
+from tilewright.kernels.op.arguments import flag, platforms, reshape, scaled, sinks_array, soft_cap, to_32_bit
+from tilewright.kernels.op.portfolio import Choice, InferenceKernel, LazyImplementation, lazy
+from tilewright.kernels.op.public import with_defaults
+from tilewright.kernels.op.roofline import Cost
+from tilewright.kernels.op.sharding import Partitioning
 from tilewright.kernels.paged_attention import arguments, sampling
 from tilewright.kernels.paged_attention.debugging import report
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedOptions, PagedProblem
@@ -18,11 +23,6 @@ from tilewright.kernels.paged_attention.partitioning import paged_partitioning
 from tilewright.kernels.paged_attention.reference import paged_reference, write_reference
 from tilewright.kernels.paged_attention.results import Results
 from tilewright.kernels.paged_attention.writing import WriteInputs, applied, write_pages
-from tilewright.kernels.portfolio import Choice, InferenceKernel, LazyImplementation, lazy
-from tilewright.kernels.public import with_defaults
-from tilewright.kernels.roofline import Cost
-from tilewright.kernels.sharding import Partitioning
-from tilewright.kernels.softmax import accumulation_dtype
 from tilewright.ops.kernel.kernel import Invocation
 
 type Call = tuple[tuple[Any, ...], dict[str, Any]]

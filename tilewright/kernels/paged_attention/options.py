@@ -4,7 +4,7 @@ from typing import Any, TypedDict
 
 from jax.typing import ArrayLike
 
-from tilewright.kernels.arguments import PlatformOption
+from tilewright.kernels.op.arguments import PlatformOption
 
 
 class StoredScales(TypedDict, total=False):

@@ -9,8 +9,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+from tilewright.kernels.op.sharding import Partitioning, explicit_mesh, typed_axes
 from tilewright.kernels.paged_attention.inputs import PagedInputs
-from tilewright.kernels.sharding import Partitioning, explicit_mesh, typed_axes
 
 
 def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tilewright.kernels.numerics.softmax import accumulation_dtype, sinks_statistics
 from tilewright.kernels.paged_attention.inputs import PagedInputs
-from tilewright.kernels.softmax import accumulation_dtype, sinks_statistics
 
 type Results = tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]
 

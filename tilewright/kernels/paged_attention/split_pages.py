@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tilewright.kernels.numerics.softmax import accumulation_dtype, merged_over_axes, merged_parts
+from tilewright.kernels.op.sharding import AxisName, devices_along, gathered
 from tilewright.kernels.paged_attention.inputs import ELSEWHERE
 from tilewright.kernels.paged_attention.token_layout import bounded, packed_tokens
-from tilewright.kernels.sharding import AxisName, devices_along, gathered
-from tilewright.kernels.softmax import accumulation_dtype, merged_over_axes, merged_parts
 
 SECOND_COLLECTIVE_BYTES = 1 << 20
 """Bytes that a link carries in the time that a second collective takes beside its own, about 10 µs."""

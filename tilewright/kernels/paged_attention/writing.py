@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tilewright.kernels.op.sharding import explicit_mesh, typed_axes
 from tilewright.kernels.paged_attention.token_layout import bounded, packed_tokens
-from tilewright.kernels.sharding import explicit_mesh, typed_axes
 
 
 @dataclasses.dataclass(frozen=True)

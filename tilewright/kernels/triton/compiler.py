@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.errors import BuildError
-from tilewright.kernels.footprint import block_limits
+from tilewright.kernels.op.footprint import block_limits
 from tilewright.kernels.triton.description import ALIGNMENT, Launch
 from tilewright.kernels.triton.dtypes import type_name
 

@@ -59,7 +59,7 @@ __device__ inline float to_float(const void* data, int64_t index, BiasType type)
   }
 }
 
-// Philox-2x32 with 10 rounds (Salmon et al., SC 2011); the definition is tilewright/kernels/dropout.py.
+// Philox-2x32 with 10 rounds (Salmon et al., SC 2011); the definition is tilewright/kernels/numerics/dropout.py.
 __device__ inline uint2 philox2x32(uint32_t key, uint2 counter) {
   constexpr uint32_t kMultiplier = 0xD256D193u, kKeyStep = 0x9E3779B9u;
 #pragma unroll

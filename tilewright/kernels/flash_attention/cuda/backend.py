@@ -30,9 +30,9 @@ from tilewright.kernels.flash_attention.operands import (
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward, row_terms, sinks_gradient
-from tilewright.kernels.footprint import Footprint
-from tilewright.kernels.registry import Implementation, Platform
-from tilewright.kernels.softmax import sinks_lse
+from tilewright.kernels.numerics.softmax import sinks_lse
+from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.footprint import Footprint
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id

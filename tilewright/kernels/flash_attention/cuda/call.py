@@ -10,7 +10,6 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
-from tilewright.kernels.dropout import keep_threshold
 from tilewright.kernels.flash_attention.cuda.selection import (
     problem_fields,
     select,
@@ -21,6 +20,7 @@ from tilewright.kernels.flash_attention.operands import (
     pad_last_dim,
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.numerics.dropout import keep_threshold
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 

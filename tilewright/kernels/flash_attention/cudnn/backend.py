@@ -28,8 +28,8 @@ from tilewright.kernels.flash_attention.operands import (
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
 from tilewright.kernels.masks import Mask
-from tilewright.kernels.registry import Implementation, Platform
-from tilewright.kernels.xla_flags import wants_repeatable
+from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.xla_flags import wants_repeatable
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
 

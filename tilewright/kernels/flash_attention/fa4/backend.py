@@ -34,7 +34,7 @@ from tilewright.kernels.flash_attention.operands import (
 )
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation, Platform
 from tilewright.ops.types import Device, Direction
 
 

@@ -61,7 +61,6 @@ from tilewright.kernels.flash_attention.results import (
     sinks_gradient,
     zero_fully_masked_rows,
 )
-from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_sms
 from tilewright.kernels.hopper.limits import SHARED_BYTES, TMA_STRIDE_BYTES, WARPGROUP_THREADS
 from tilewright.kernels.hopper.schedule import program_lists, program_order
@@ -69,9 +68,10 @@ from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.softmax import LOG2E
 from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.masks import Mask
-from tilewright.kernels.registry import Implementation, Platform
-from tilewright.kernels.sharding import unvarying
-from tilewright.kernels.softmax import sinks_lse
+from tilewright.kernels.numerics.softmax import sinks_lse
+from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.footprint import Footprint
+from tilewright.kernels.op.sharding import unvarying
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 

@@ -3,8 +3,8 @@
 The generator needs positions alone, so a kernel draws a tile's bits while the MMA for S is in flight, and keeps them in
 a register for each 64 columns of the tile. They are tested where P or dP is at hand.
 
-A call of the generator serves four elements that one thread holds, of S and of Sᵀ (`tilewright.kernels.dropout`). An
-array in Pallas has no such thing as a thread, so both functions are written in Mosaic GPU's own terms.
+A call of the generator (`tilewright.kernels.numerics.dropout`) serves four elements that one thread holds, of S and of
+Sᵀ. An array in Pallas has no such thing as a thread, so both functions are written in Mosaic GPU's own terms.
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.dropout import keep_threshold
 from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions, TileCoord
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.mosaic_dropout import COLUMNS_PER_WORD, draw, select
 from tilewright.kernels.hopper.tiles import ROWS, tile_layout
+from tilewright.kernels.numerics.dropout import keep_threshold
 
 WARPGROUP_THREADS = 128
 

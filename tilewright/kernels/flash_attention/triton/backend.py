@@ -20,9 +20,9 @@ from tilewright.kernels.flash_attention.results import Results, empty_backward, 
 from tilewright.kernels.flash_attention.triton.call import TritonCall
 from tilewright.kernels.flash_attention.triton.configs import listed_params, padded_dim, smallest_params
 from tilewright.kernels.flash_attention.triton.params import TritonBackwardParams, TritonForwardParams
-from tilewright.kernels.footprint import max_shared_bytes
-from tilewright.kernels.registry import Implementation, Platform
-from tilewright.kernels.softmax import sinks_lse
+from tilewright.kernels.numerics.softmax import sinks_lse
+from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.footprint import max_shared_bytes
 from tilewright.kernels.triton import unavailable
 from tilewright.ops.types import Device, Direction
 

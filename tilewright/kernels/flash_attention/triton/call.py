@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.kernels.dropout import keep_threshold
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.mask_terms import MaskParts
 from tilewright.kernels.flash_attention.masking import FAR, Band
@@ -16,6 +15,7 @@ from tilewright.kernels.flash_attention.operands import needs_exact_matmuls, ove
 from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.triton.configs import has_tma, padded_dim
 from tilewright.kernels.flash_attention.triton.params import Tiles, TritonBackwardParams, TritonForwardParams
+from tilewright.kernels.numerics.dropout import keep_threshold
 from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.description import JitKernel
 from tilewright.ops.utils.device import current_device

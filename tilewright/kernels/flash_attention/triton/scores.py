@@ -354,7 +354,7 @@ def capped_logits(
 
 @triton.jit
 def dropout_keep_mask(dropout_key, rows, columns, THRESHOLD: tl.constexpr):
-    """Mask of the probabilities that the dropout keeps: ``tilewright.kernels.dropout`` with a head's key of two words.
+    """Mask of the probabilities that the dropout keeps: ``kernels.numerics.dropout`` with a head's key of two words.
 
     Philox-2x32 with 10 rounds, whose counter are the numbers of the row and of the column; bit 3 of the row selects a
     word of the result, bit 3 of the column its half. Each element computes its own call.

@@ -15,7 +15,7 @@ from tilewright.kernels.flash_attention.xla.backward import attention_backward
 from tilewright.kernels.flash_attention.xla.forward import attention_forward
 from tilewright.kernels.flash_attention.xla.tiles import Tiling
 from tilewright.kernels.masks import Mask, TileClass, TileGrid, reduce_classes
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation, Platform
 from tilewright.ops.kernel.arrays import at_most, is_symbolic
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams

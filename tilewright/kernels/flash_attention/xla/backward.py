@@ -28,8 +28,8 @@ from tilewright.kernels.flash_attention.xla.tiles import (
     write,
 )
 from tilewright.kernels.masks import Index
-from tilewright.kernels.sharding import vary_over, varying_axes
-from tilewright.kernels.softmax import accumulation_dtype
+from tilewright.kernels.numerics.softmax import accumulation_dtype
+from tilewright.kernels.op.sharding import vary_over, varying_axes
 
 
 class BiasGradients(NamedTuple):

@@ -21,8 +21,8 @@ from tilewright.kernels.flash_attention.xla.tiles import (
     write,
 )
 from tilewright.kernels.masks import Index
-from tilewright.kernels.sharding import vary_over, varying_axes
-from tilewright.kernels.softmax import accumulation_dtype, finite_shift, sinks_statistics
+from tilewright.kernels.numerics.softmax import accumulation_dtype, finite_shift, sinks_statistics
+from tilewright.kernels.op.sharding import vary_over, varying_axes
 
 type RowState = tuple[Any, Any, Any]
 

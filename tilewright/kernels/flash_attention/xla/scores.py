@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from tilewright.kernels.dropout import head_keys, keep_mask_tile
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.xla.position_bias import TiledBias
 from tilewright.kernels.flash_attention.xla.tiles import Tiling, pad_axis, read
 from tilewright.kernels.masks import Index, Mask
-from tilewright.kernels.softmax import accumulation_dtype
+from tilewright.kernels.numerics.dropout import head_keys, keep_mask_tile
+from tilewright.kernels.numerics.softmax import accumulation_dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.grouped_matmul.groups import matrix_bounds
 from tilewright.kernels.grouped_matmul.hopper.params import HopperGroupedBackwardParams
 from tilewright.kernels.grouped_matmul.hopper.products import (
@@ -25,7 +24,8 @@ from tilewright.kernels.hopper.matmul.operands import NARROW_DTYPES, operand_rea
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.plan import plan_reasons
 from tilewright.kernels.hopper.matmul.scaled import SCALE_BLOCK
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.footprint import Footprint
 from tilewright.ops.types import Device, Direction
 
 type Params = MatmulParams | HopperGroupedBackwardParams

@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.activations import gated_gradients, kept_apart
-from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedProblem
 from tilewright.kernels.grouped_matmul.groups import matrix_bounds
 from tilewright.kernels.grouped_matmul.hopper.params import HopperGatedBackwardParams
@@ -24,7 +22,9 @@ from tilewright.kernels.hopper.matmul.kernel import Factors
 from tilewright.kernels.hopper.matmul.operands import operand_reasons
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.plan import plan_reasons
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.numerics.activations import gated_gradients, kept_apart
+from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.footprint import Footprint
 from tilewright.ops.types import Device, Direction
 
 type Params = MatmulParams | HopperGatedBackwardParams

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.footprint import Footprint, launch_reasons
 from tilewright.kernels.grouped_matmul.groups import matrix_bounds, row_segments, row_tiles
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
 from tilewright.kernels.grouped_matmul.triton.params import (
@@ -17,7 +16,8 @@ from tilewright.kernels.grouped_matmul.triton.params import (
     footprints,
     listed_params,
 )
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.footprint import Footprint, launch_reasons
 from tilewright.kernels.triton import launch, unavailable
 from tilewright.kernels.triton.matmul import TritonTile, fitted, tl_precision
 from tilewright.ops.types import Device, Direction

@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.activations import gated_gradients, kept_apart
-from tilewright.kernels.footprint import Footprint, launch_reasons
 from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedProblem, GatedResults
 from tilewright.kernels.grouped_matmul.groups import matrix_bounds, row_segments, row_tiles
 from tilewright.kernels.grouped_matmul.triton.backend import DTYPES, GROUP, MAX_INT32, outer_products, over_batch
@@ -19,7 +17,9 @@ from tilewright.kernels.grouped_matmul.triton.gated_params import (
     footprints,
     listed_params,
 )
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.numerics.activations import gated_gradients, kept_apart
+from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.footprint import Footprint, launch_reasons
 from tilewright.kernels.triton import launch, unavailable
 from tilewright.kernels.triton.matmul import TritonTile, fitted, tl_precision
 from tilewright.ops.types import Device, Direction

@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.grouped_matmul.gated_inputs import GatedProblem
 from tilewright.kernels.grouped_matmul.inputs import GroupedOptions, GroupedProblem
 from tilewright.kernels.grouped_matmul.triton import params as grouped
 from tilewright.kernels.grouped_matmul.triton.params import SMALL_GROUP, TritonGroupedBackwardParams
+from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.triton.matmul import TritonTile
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedOptions, GatedProblem
 from tilewright.kernels.grouped_matmul.triton.gated import TritonGatedGroupedMatmul
 from tilewright.kernels.grouped_matmul.triton.gated_params import (
@@ -15,7 +14,8 @@ from tilewright.kernels.grouped_matmul.triton.gated_params import (
     TritonGatedForwardParams,
 )
 from tilewright.kernels.matmul.inputs import GluInputs, GluProblem, GluResults
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.footprint import Footprint
 from tilewright.ops.types import Device, Direction
 
 _GROUPED = TritonGatedGroupedMatmul()

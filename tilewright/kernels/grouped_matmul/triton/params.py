@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.grouped_matmul.inputs import GroupedProblem
+from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.triton.matmul import TritonTile
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.stable_ids import stable_id

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
 from tilewright.kernels.grouped_matmul.xla import products
 from tilewright.kernels.grouped_matmul.xla.params import XlaBlockParams, block_rows, candidate_rows
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation, Platform
 from tilewright.ops.types import Device, Direction
 
 

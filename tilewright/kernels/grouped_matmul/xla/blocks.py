@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.sharding import vary_over, varying_axes
+from tilewright.kernels.op.sharding import vary_over, varying_axes
 from tilewright.ops.kernel.arrays import is_symbolic
 from tilewright.ops.utils.device import current_device
 

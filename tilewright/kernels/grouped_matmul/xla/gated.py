@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.activations import gated, gated_gradients, kept_apart
-from tilewright.kernels.dots import accumulator
 from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedProblem, GatedResults
 from tilewright.kernels.grouped_matmul.xla.blocks import Block
 from tilewright.kernels.grouped_matmul.xla.params import (
@@ -17,7 +15,9 @@ from tilewright.kernels.grouped_matmul.xla.params import (
     candidate_rows,
 )
 from tilewright.kernels.grouped_matmul.xla.products import Products
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.numerics.activations import gated, gated_gradients, kept_apart
+from tilewright.kernels.numerics.dots import accumulator
+from tilewright.kernels.op.backend import Implementation, Platform
 from tilewright.ops.types import Device, Direction
 
 type Params = XlaBlockParams | XlaGatedBackwardParams

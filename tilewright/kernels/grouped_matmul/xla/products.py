@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.dots import accumulator, dot
 from tilewright.kernels.grouped_matmul.groups import matrix_bounds
 from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.grouped_matmul.scales import by_blocks, expanded, factor
 from tilewright.kernels.grouped_matmul.xla.blocks import Block, Blocks
+from tilewright.kernels.numerics.dots import accumulator, dot
 from tilewright.ops.kernel.arrays import is_symbolic
 
 

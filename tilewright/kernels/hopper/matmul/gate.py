@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.activations import gated
 from tilewright.kernels.hopper.matmul.epilogue import Columns, Place
+from tilewright.kernels.numerics.activations import gated
 
 _ERF = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 _ERF_SCALE = 0.3275911

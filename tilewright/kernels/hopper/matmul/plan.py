@@ -6,13 +6,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.limits import BARRIER_BYTES, SHARED_BYTES, WARPGROUP_THREADS, WGMMA_M
 from tilewright.kernels.hopper.matmul.operands import OperandLayout
 from tilewright.kernels.hopper.matmul.params import BLOCK_BYTES, MatmulParams
 from tilewright.kernels.hopper.matmul.schedule import TileShape
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.stages import StagePlan
+from tilewright.kernels.op.footprint import Footprint
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

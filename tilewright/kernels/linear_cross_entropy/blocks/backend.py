@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from tilewright.kernels.linear_cross_entropy.blocks import driver
 from tilewright.kernels.linear_cross_entropy.blocks.logits import LogitKernels
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem, LossResults
-from tilewright.kernels.registry import Implementation
+from tilewright.kernels.op.backend import Implementation
 
 
 class ForwardParams(Protocol):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from tilewright.kernels.sharding import vary_over, varying_axes
+from tilewright.kernels.op.sharding import vary_over, varying_axes
 from tilewright.ops.kernel.arrays import at_most
 
 

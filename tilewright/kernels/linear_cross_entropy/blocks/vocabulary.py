@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from tilewright.kernels.dots import dot
-from tilewright.kernels.sharding import vary_over, varying_axes
+from tilewright.kernels.numerics.dots import dot
+from tilewright.kernels.op.sharding import vary_over, varying_axes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.device import device_reasons, num_sms
 from tilewright.kernels.hopper.matmul.dense import dense_plan
 from tilewright.kernels.hopper.matmul.operands import operand_reasons
@@ -20,7 +19,8 @@ from tilewright.kernels.linear_cross_entropy.hopper.params import (
     listed_params,
 )
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem
-from tilewright.kernels.registry import Platform
+from tilewright.kernels.op.backend import Platform
+from tilewright.kernels.op.footprint import Footprint
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 

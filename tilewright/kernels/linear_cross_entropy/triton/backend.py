@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from tilewright.kernels.footprint import Footprint, launch_reasons
 from tilewright.kernels.linear_cross_entropy.blocks import driver
 from tilewright.kernels.linear_cross_entropy.blocks.backend import BlockedCrossEntropy
 from tilewright.kernels.linear_cross_entropy.blocks.kept import keeping_reasons
@@ -16,7 +15,8 @@ from tilewright.kernels.linear_cross_entropy.triton.params import (
     footprints,
     listed_params,
 )
-from tilewright.kernels.registry import Platform
+from tilewright.kernels.op.backend import Platform
+from tilewright.kernels.op.footprint import Footprint, launch_reasons
 from tilewright.kernels.triton import unavailable
 from tilewright.ops.types import Device, Direction
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from tilewright.kernels.linear_cross_entropy.blocks.kept import KeptShares, narrow_dtype
 from tilewright.kernels.linear_cross_entropy.blocks.logits import Cotangents, Statistics
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head
-from tilewright.kernels.sharding import varying_as
+from tilewright.kernels.op.sharding import varying_as
 from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.matmul import TritonTile, fitted, tl_precision
 

@@ -14,7 +14,7 @@ from tilewright.kernels.linear_cross_entropy.xla.params import (
     block_sizes,
     candidate_sizes,
 )
-from tilewright.kernels.registry import Platform
+from tilewright.kernels.op.backend import Platform
 from tilewright.ops.types import Device, Direction
 
 

@@ -24,7 +24,7 @@ from tilewright.kernels.linear_cross_entropy.xla.params import (
     block_sizes,
     candidate_sizes,
 )
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation, Platform
 from tilewright.ops.kernel.arrays import is_symbolic
 from tilewright.ops.types import Device, Direction
 

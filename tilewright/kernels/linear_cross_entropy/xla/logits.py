@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.dots import dot
 from tilewright.kernels.linear_cross_entropy.blocks.logits import Cotangents, Statistics
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head, over_blocks
+from tilewright.kernels.numerics.dots import dot
 
 
 def logits_of(head: Head, block: Block, x: jax.Array) -> jax.Array:

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.footprint import Footprint, launch_reasons
 from tilewright.kernels.norms.inputs import NormInputs, NormOptions, NormProblem, NormResults, normed
 from tilewright.kernels.norms.triton.params import (
     VECTOR_BYTES,
@@ -20,7 +19,8 @@ from tilewright.kernels.norms.triton.params import (
     kept_elements,
     params_reasons,
 )
-from tilewright.kernels.registry import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.footprint import Footprint, launch_reasons
 from tilewright.kernels.triton import launch, unavailable
 from tilewright.kernels.triton.limits import power_of_two
 from tilewright.ops.types import Device, Direction

@@ -5,8 +5,8 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 
-from tilewright.kernels.footprint import Footprint, launch_reasons
 from tilewright.kernels.norms.inputs import NormProblem
+from tilewright.kernels.op.footprint import Footprint, launch_reasons
 from tilewright.kernels.triton.limits import power_of_two
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id

@@ -15,11 +15,11 @@ from tilewright.kernels.cuda.kernel import CudaKernel
 from tilewright.kernels.cuda.requirements import Compare, DeviceField, Fact, Field, Predicate
 from tilewright.kernels.cuda.table import Variant, VariantTable, instance
 from tilewright.kernels.cuda.toolchain import CUTLASS_TYPES, cutlass
-from tilewright.kernels.footprint import Footprint
+from tilewright.kernels.op.backend import InferenceImplementation, Platform
+from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.packed import DIMS, is_deprioritized, packed_reasons
 from tilewright.kernels.paged_attention.results import Results, empty_forward, run_with_sequential_vmap
-from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device

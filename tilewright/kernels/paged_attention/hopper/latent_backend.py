@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_sms
 from tilewright.kernels.hopper.limits import SWIZZLE_ROWS, WARPGROUP_THREADS
 from tilewright.kernels.hopper.tiles import ROWS
+from tilewright.kernels.numerics.softmax import sinks_lse
+from tilewright.kernels.op.backend import InferenceImplementation, Platform
+from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.paged_attention.hopper.latent import WARPGROUPS, latent_kernel
 from tilewright.kernels.paged_attention.hopper.latent_work import BLOCK_K, LATENT_DIM, VALUE_DIM, LatentCall, LatentPlan
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.results import Results, empty_forward, run_with_sequential_vmap
-from tilewright.kernels.registry import InferenceImplementation, Platform
-from tilewright.kernels.softmax import sinks_lse
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
 

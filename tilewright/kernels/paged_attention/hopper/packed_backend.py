@@ -5,15 +5,15 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from tilewright.kernels.footprint import Footprint
 from tilewright.kernels.hopper.limits import SHARED_BYTES, WARPGROUP_THREADS
+from tilewright.kernels.op.backend import InferenceImplementation, Platform
+from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.paged_attention.hopper.packed import chunk_kernel
 from tilewright.kernels.paged_attention.hopper.packed_work import CONSUMERS, ChunkCall, ordered_work, present_pages
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.packed import is_deprioritized, packed_reasons
 from tilewright.kernels.paged_attention.results import Results, empty_forward, run_with_sequential_vmap
 from tilewright.kernels.paged_attention.token_layout import boundaries, max_tiles, packed_tiles, packed_tokens
-from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
 

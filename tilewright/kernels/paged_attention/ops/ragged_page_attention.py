@@ -6,12 +6,12 @@ from typing import Any, Unpack
 
 from jax.typing import ArrayLike
 
-from tilewright.kernels.cases import Arguments
+from tilewright.kernels.op.cases import Arguments
+from tilewright.kernels.op.public import public_function
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.cases import CACHE_OPTIONS, ServingCase, serving_cases
 from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import ServingOptions
-from tilewright.kernels.public import public_function
 from tilewright.ops.utils.stable_ids import stable_id
 
 

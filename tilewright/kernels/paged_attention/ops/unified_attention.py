@@ -6,11 +6,11 @@ from typing import Any, Unpack
 
 from jax.typing import ArrayLike
 
-from tilewright.kernels.cases import Arguments
+from tilewright.kernels.op.cases import Arguments
+from tilewright.kernels.op.public import public_function
 from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
 from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import UnifiedOptions
-from tilewright.kernels.public import public_function
 from tilewright.ops.utils.stable_ids import stable_id
 
 _NAMES = {"logits_soft_cap": "softcap", "softmax_aux": "sinks", "key_scale": "k_descale", "value_scale": "v_descale"}

@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tilewright.kernels.arguments import PlatformOption, as_array, platforms, reshape
-from tilewright.kernels.cases import Arguments
+from tilewright.kernels.op.arguments import PlatformOption, as_array, platforms, reshape
+from tilewright.kernels.op.cases import Arguments
+from tilewright.kernels.op.portfolio import Choice, InferenceKernel, lazy
+from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.roofline import Cost
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
 from tilewright.kernels.paged_attention.debugging import report
@@ -16,9 +19,6 @@ from tilewright.kernels.paged_attention.op import Call
 from tilewright.kernels.paged_attention.reference import write_reference
 from tilewright.kernels.paged_attention.sampling import Draw
 from tilewright.kernels.paged_attention.writing import Cache, WriteInputs, check_split_by_heads
-from tilewright.kernels.portfolio import Choice, InferenceKernel, lazy
-from tilewright.kernels.public import public_function
-from tilewright.kernels.roofline import Cost
 from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.stable_ids import stable_id

@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.footprint import max_shared_bytes
+from tilewright.kernels.op.backend import InferenceImplementation, Platform
+from tilewright.kernels.op.footprint import max_shared_bytes
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.results import Results, empty_forward, run_with_sequential_vmap
 from tilewright.kernels.paged_attention.token_layout import boundaries, packed_tiles, packed_tokens
-from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.kernels.triton import launch, unavailable
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 from tilewright.ops.types import Device, Direction

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterable
 from typing import ClassVar
 
+from tilewright.kernels.op.backend import InferenceImplementation, Platform
 from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
 from tilewright.kernels.paged_attention.results import Results, empty_forward
 from tilewright.kernels.paged_attention.xla.forward import paged_forward
-from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.ops.kernel.arrays import at_most, is_symbolic
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import FwdParams

@@ -16,11 +16,11 @@ from jax._src.core import min_dim  # also of symbolic dimensions
 from jaxtyping import Array, Bool, Float, Int
 
 from tilewright.kernels.masks import Index
+from tilewright.kernels.numerics.softmax import accumulation_dtype, finite_shift
+from tilewright.kernels.op.sharding import vary_over, varying_axes
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.results import Results, empty_forward, sinks_of
 from tilewright.kernels.paged_attention.token_layout import boundaries, bounded, packed_tiles, packed_tokens
-from tilewright.kernels.sharding import vary_over, varying_axes
-from tilewright.kernels.softmax import accumulation_dtype, finite_shift
 
 type State = tuple[jax.Array, jax.Array, jax.Array]
 """Row maximum, row sum of exponentials, and unnormalised output."""

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import ClassVar
 
+from tilewright.kernels.op.backend import InferenceImplementation, Platform
 from tilewright.kernels.paged_attention.writing import Cache, WriteInputs, write_pages
-from tilewright.kernels.registry import InferenceImplementation, Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import FwdParams
 

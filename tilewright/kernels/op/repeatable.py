@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from tilewright.kernels.registry import Implementation
-from tilewright.kernels.xla_flags import wants_repeatable
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.xla_flags import wants_repeatable
 from tilewright.ops.types import Device, Direction
 
 _REASON = "the same bits in every run, as XLA_FLAGS want"

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from tilewright.kernels.arguments import is_floating
+from tilewright.kernels.op.arguments import is_floating
 
 
 def accumulator(*dtypes: Any) -> np.dtype:

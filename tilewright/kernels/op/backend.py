@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal, Never
 
-from tilewright.kernels.footprint import Footprint
+from tilewright.kernels.op.footprint import Footprint
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams

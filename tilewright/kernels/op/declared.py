@@ -13,8 +13,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tilewright.kernels.registry import Implementation, Platform
-from tilewright.kernels.sharding import typed_axes
+from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.sharding import typed_axes
 from tilewright.ops.types import Device, Direction
 
 declared_p = Primitive("tilewright_declared")

@@ -14,16 +14,16 @@ import jax
 import numpy as np
 
 from tilewright.errors import UnsupportedError
-from tilewright.kernels import repeatable
-from tilewright.kernels.arguments import is_floating
-from tilewright.kernels.cases import OpCases
-from tilewright.kernels.declared import Declared
-from tilewright.kernels.footprint import Footprint, busy_share, launch_reasons
-from tilewright.kernels.measured import measured_result
-from tilewright.kernels.registry import Implementation, KernelConfig, Platform, one_line
-from tilewright.kernels.roofline import Cost, array_bytes, min_ms
-from tilewright.kernels.sharding import Partitioning, backward_locally, forward_locally, leading_partitioning
-from tilewright.kernels.x64 import without_x64
+from tilewright.kernels.op import repeatable
+from tilewright.kernels.op.arguments import is_floating
+from tilewright.kernels.op.backend import Implementation, KernelConfig, Platform, one_line
+from tilewright.kernels.op.cases import OpCases
+from tilewright.kernels.op.declared import Declared
+from tilewright.kernels.op.footprint import Footprint, busy_share, launch_reasons
+from tilewright.kernels.op.measured import measured_result
+from tilewright.kernels.op.roofline import Cost, array_bytes, min_ms
+from tilewright.kernels.op.sharding import Partitioning, backward_locally, forward_locally, leading_partitioning
+from tilewright.kernels.op.x64 import without_x64
 from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.kernel.builds import Build, missing_builds
 from tilewright.ops.kernel.kernel import Invocation, Kernel, errors_naming
