@@ -54,6 +54,7 @@ def run_kernel[Operands, Results, Scratch](
     first_result, first_scratch = len(arrays), len(arrays) + len(out_types)
 
     def body(*refs: Ref) -> None:
+        # Pallas passes references by position; from here on a kernel has them by name.
         part_refs = jax.tree.unflatten(part_tree, refs[first_scratch:])
         bound = [
             part.bind(*each) if isinstance(part, RingPlan | StagePlan | TileStack) else each
@@ -72,6 +73,7 @@ def run_kernel[Operands, Results, Scratch](
         scratch_types=scratch_types,
         grid=(num_ctas,),
         grid_names=("program",),
+        # A cluster of one would be a cluster launch, too, with barriers and an axis that nothing uses.
         **({} if cluster == 1 else {"cluster": (cluster,), "cluster_names": (CLUSTER_AXIS,)}),
         num_threads=warpgroups,
         thread_name=None if warpgroups is None else "warpgroup",

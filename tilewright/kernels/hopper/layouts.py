@@ -142,7 +142,8 @@ def coalesce(layout: Layout) -> Layout:
 
 def _compose_leaf(leaves: Sequence[tuple[int, int]], count: int, step: int) -> Layout:
     """The image of 0, step, 2·step, ... under the outer layout of these leaves."""
-    # The step skips a leaf as a whole, or a leaf holds a whole number of steps, or all that are left.
+    # The leaves are the digits of a mixed radix: the step skips a leaf as a whole, or a leaf holds a whole number of
+    # steps, or all that are left.
     if step == 0 or count == 1:
         return Layout(count, 0)
     found: list[tuple[int, int]] = []
@@ -215,7 +216,8 @@ def blocked_product(block: Layout, tiler: Layout) -> Layout:
     """
     if len(block.modes) != len(tiler.modes):
         raise ValueError(f"block and tiler differ in their modes, got {block.shape=}, {tiler.shape=}")
-    # The complement numbers the copies of ``block`` in memory, and ``tiler`` says which of them is where.
+    # The complement numbers the copies of ``block`` in memory, without overlap, and ``tiler`` says which of them is
+    # where.
     repeats = composition(complement(block, block.size * tiler.cosize), tiler)
     return _of_modes(
         [coalesce(_of_modes([inner, outer])) for inner, outer in zip(block.modes, repeats.modes, strict=True)]

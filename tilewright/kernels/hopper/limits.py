@@ -54,6 +54,7 @@ class RegisterSplit(NamedTuple):
     dq: int = 0
 
 
+# 240 + 240 + 24 = 3 · 168 and 3 · 160 + 32 = 4 · 128: all that three or four warpgroups start with.
 REGISTERS = MappingProxyType({2: RegisterSplit(240, 24), 3: RegisterSplit(160, 32)})
 """By the number of consumer warpgroups, beside a producer."""
 

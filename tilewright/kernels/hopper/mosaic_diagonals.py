@@ -153,6 +153,7 @@ def add_diagonal_sums(tile: Any, target: Any, warp_stride: int) -> None:
 
         return moved
 
+    # A warp's 16 rows begin 16 diagonals further on, and with ``warp_stride`` in another row of the target.
     own = _linear(63, (WARP_ROWS + warp_stride, thread.warp), (1, thread.group))
     pointer, is_first = _pointer(target, own), arith.cmpi(arith.CmpIPredicate.eq, thread.member, constant(0))
     # Of a quad of lanes, which share g, the first has the sums in the end, and adds them.
@@ -177,6 +178,7 @@ def add_diagonal_sums(tile: Any, target: Any, warp_stride: int) -> None:
     # latency that hides: all sums at once would take 30 registers.
     moves = [move(1, 0), move(2, 1), move(4, 2)]
     stages: list[dict[int, Any]] = [{2: zero}, {2: zero}, {2: zero}, {}]
+    # A software pipeline of three moves: in a step move k works on the m that move k − 1 had two steps before.
     for step in range(10 + 2 * (len(moves) - 1)):
         for number, moved in enumerate(moves):
             m, sums = 1 - step + 2 * number, stages[number]

@@ -111,6 +111,7 @@ def words_of_bits(
     column = w.add(w.right(column_start, 1), w.add(*[w.both(thread, w.constant(3))] * 2))
     round_keys = [w.add(first, w.constant(PHILOX_KEY_STEP * i % (1 << 32))) for i in range(PHILOX_ROUNDS)]
     if transposed:
+        # The key's second word goes with the keys' positions, which are the rows of the transposed tile.
         row = w.xor(row, second)
     words = []
     for word_start in range(0, columns, COLUMNS_PER_WORD):
@@ -119,6 +120,9 @@ def words_of_bits(
             # Call 2 i + 1 is of the column to the right of that of call 2 i.
             other = w.add(column, w.constant(word_start // 2 + call // 2 * PAIR + call % 2))
             counter = (other, row) if transposed else (row, w.xor(other, second))
+            # The first result is of query q, the second of q + 8; their halves are of keys c and c + 8. Each is shifted
+            # in from the top of its half: 16 results, those of 64 columns, fill both halves, and no bit crosses from
+            # one to the other.
             for result in _philox(w, round_keys, counter):
                 word = w.add(w.right(word, 1), _at_least(w, result, threshold))
         words.append(word)

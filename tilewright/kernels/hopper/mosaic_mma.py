@@ -26,6 +26,8 @@ def panelled_operand(panel: Any, panels: Panels) -> Any:
     (row_atoms, _, atom_rows, width), (strides, offset) = kind.shape, kind.get_strides_and_offset()
     shape = [row_atoms, panels.number, atom_rows, width]
     strides = [strides[0], panels.stride, *strides[2:]]
+    # A ring's slot is chosen at run time, so the offset may be dynamic. It must be passed on: the base pointer of a
+    # memref is that of the whole stack.
     dynamic = offset == ir.ShapedType.get_dynamic_stride_or_offset()
     operand = memref.reinterpret_cast(
         ir.MemRefType.get(shape, kind.element_type, ir.StridedLayoutAttr.get(offset, strides), kind.memory_space),
@@ -79,8 +81,11 @@ def issue_wgmma_of_columns(accumulator: Any, a: Any, b: Any, swizzle: int) -> An
     )
     result = mgpu.WGMMAAccumulator.from_registers(accumulator, sync=False)
     a, registers = mgpu.wgmma_fence(a), result._value.registers.copy()
+    # Along K in steps of a swizzle width, as the atoms of ``b`` lie; the last step may have fewer columns of ``a``.
     for begin in range(0, a.shape[1], width):
         count = min(width, a.shape[1] - begin)
+        # The address in a descriptor is in units of 16 bytes (`encode_addr`), and may be added to the whole 64 bits: no
+        # carry leaves its field, as shared memory ends below its limit.
         distance = arith.constant(i64, ir.IntegerAttr.get(i64, operands.encode_addr(begin // width * stride)))
         registers = mgpu.wgmma_m64(
             registers,

@@ -106,9 +106,11 @@ class PanelRef:
         """A part of the stack, of the rows, and of the columns: of these whole panels, and a single one as it is."""
         operands, memory, transforms = self.operands, self.memory, self.transforms
         if len(index) == len(self.shape):
+            # Mosaic cuts a reference by whole atoms, and a panel is one atom wide.
             columns = index[-1]
             if not isinstance(columns, pl.Slice) or columns.start % self.width or columns.size % self.width:
                 raise ValueError(f"columns are taken by panels of {self.width}, got {columns}")
+            # The distance of the panels stays the same, so a part of them is an operand with the same stride.
             chosen = slice(columns.start // self.width, (columns.start + columns.size) // self.width)
             index, operands, memory, transforms = index[:-1], operands[chosen], memory[chosen], transforms[chosen]
             if len(operands) == 1:
@@ -160,6 +162,8 @@ def mma_of_panels(accumulator: Ref, a: Ref | jax.Array, b: PanelRef, transpose_a
     parts, left_parts = b.by_width, a.by_width if isinstance(a, PanelRef) else None
     if len(parts) > 1 and (not b.transposed or left_parts is None or transpose_a):
         raise ValueError(f"only a contraction over columns takes panels of two widths, got {b.shape=}")
+    # References go to Mosaic with the transforms of a single panel: the memref of the first one says where the operand
+    # begins and how an atom is laid out, `panelled_operand` adds the other panels.
     types: list[Any] = [layout]
     operands: list[Ref | jax.Array] = []
     for number, part in enumerate(parts):
@@ -167,6 +171,7 @@ def mma_of_panels(accumulator: Ref, a: Ref | jax.Array, b: PanelRef, transpose_a
         transforms = part.transforms[0] if left_parts is None else left_parts[number].transforms[0]
         types += [layout if isinstance(a, jax.Array) else plgpu.RefType(transforms), plgpu.RefType(part.transforms[0])]
         operands += [left, part.operands[0]]
+    # Fewer columns than whole panels: P of 80 keys, say, or an accumulator that leaves out the columns of padding.
     is_partial = isinstance(a, jax.Array) and (accumulator.shape[1] < b.shape[1] or a.shape[1] % b.width > 0)
 
     @plgpu.inline_mgpu(
@@ -174,6 +179,8 @@ def mma_of_panels(accumulator: Ref, a: Ref | jax.Array, b: PanelRef, transpose_a
         return_type=plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=layout),
     )
     def issue(_: Any, accumulator: Any, *operands: Any) -> Any:
+        # The accumulator goes from MMA to MMA without a wait: wgmmas on one accumulator are ordered by the hardware,
+        # and all of them are one group, so that callers count in-flight MMAs as with ``plgpu.wgmma``.
         for number, part in enumerate(parts):
             left, right = operands[2 * number : 2 * number + 2]
             left = left if left_parts is None else panelled_operand(left, left_parts[number].panels)
@@ -198,6 +205,8 @@ def load_tile(source: Ref, target: Ref, barrier: Ref, cluster_axis: str | None =
         plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=cluster_axis)
         return
     for start, panel in zip(target.starts, target.memory, strict=True):
+        # The barrier counts a copy for each panel (``SharedTile.copies``), with zeros for what is beyond the array's
+        # end: a copy that is clipped still completes all of its bytes.
         part = _columns(source, start, panel.shape[-1])
         plgpu.copy_gmem_to_smem(part, panel, barrier, collective_axes=cluster_axis)
 

@@ -109,6 +109,9 @@ class Ring:
 
     def wait_released(self, step: Scalar) -> None:
         """Producer: waits until the consumers have released a step; what fills the slot next must not wait again."""
+        # Mosaic keeps the parity that a thread waits for next as a bit in a register, and flips it with every wait. So
+        # each phase is waited for exactly once and in order: a second wait, or one left out, would be for another
+        # round.
         plgpu.barrier_wait(self.empty.at[self.slot(step)])
 
     def _wait_empty(self, step: Scalar) -> None:
@@ -130,6 +133,8 @@ class Ring:
         self._wait_empty(step)
         slot = self.slot(step)
         rows = self.plan.tile.shape[0] // self.plan.copies
+        # Each copy arrives by itself and announces its own bytes, so ``full`` completes when the last one has landed,
+        # in whatever order they do.
         for number, source_ref in zip(range(self.plan.copies), source_refs, strict=True):
             part = () if self.plan.copies == 1 else (pl.ds(number * rows, rows),)
             load_tile(source_ref, self.smem.at[(slot, *part)], self.full.at[slot])
@@ -155,6 +160,7 @@ class Ring:
             return
         if values is None:
             raise ValueError(f"{self.plan.writers=} warpgroups fill this ring from registers, got no values")
+        # As late as here: the load into registers above does not depend on the slot, so its latency hides the wait.
         if not released:
             self._wait_empty(step)
         slot = self.slot(step)
@@ -172,6 +178,7 @@ class Ring:
 
     def load_from_shared(self, step: Scalar) -> None:
         """Consumer: waits until the slot is full; once per step."""
+        # All threads wait, not one for all: the wait is also what makes the bytes that TMA wrote visible to a thread.
         plgpu.barrier_wait(self.full.at[self.slot(step)])
 
     def get_mma_tile(self, step: Scalar, transposed: bool = False) -> Ref:
@@ -181,6 +188,9 @@ class Ring:
 
     def release(self, step: Scalar) -> None:
         """Consumer: releases the slot; the wgmma that reads it must have been waited for."""
+        # Every thread arrives (Mosaic counts 128 for a warpgroup), so a thread's own reads of the slot precede the
+        # release. That orders reads with other threads only; against the next TMA write, through the async proxy, the
+        # caller fences.
         plgpu.barrier_arrive(self.empty.at[self.slot(step)])
 
     def drain(self, last_step: Scalar) -> None:
@@ -188,6 +198,8 @@ class Ring:
 
         A CTA of a cluster must not exit while others may still write to it. Nothing may be loaded afterwards.
         """
+        # In the order of the loads: step s reuses the slot of step s − num_stages, whose phase `load_from_dram` waited
+        # for, so what is left are the phases of the last num_stages steps, one for each slot.
         for behind in reversed(range(self.plan.num_stages)):
             step = last_step - behind
             when(step + self.offset >= 0, functools.partial(self.wait_released, step))

@@ -182,6 +182,7 @@ def over_items(lists: ItemLists[Ref], one: WarpgroupRole) -> Scalar:
 
     def one_item(item_index: Scalar, state: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
         first, item = state
+        # This reads one entry behind the last: `operands_of` appends it.
         following = items_ref[item_index + 1]  # loaded one item ahead, so that its latency is hidden
         return one(item_index - start, item, first), following
 

@@ -149,6 +149,8 @@ class SharedTile:
             object.__setattr__(self, "swizzle", 0)
         elif self.swizzle != 0:
             rows, columns = self.shape
+            # A narrower last panel is swizzled for itself, so only the columns of the others must be a multiple of the
+            # width.
             if self.panelled and self.swizzle:
                 columns -= columns * self.dtype.itemsize % self.swizzle // self.dtype.itemsize
             object.__setattr__(self, "swizzle", swizzle_of(rows, columns, self.dtype, self.swizzle))
@@ -198,6 +200,8 @@ class SharedTile:
         """The scratch type of the tile, or of a stack of such tiles, whose reference ``bind`` takes."""
         if not self.panelled:
             return plgpu.SMEM((*stack, *self.shape), self.dtype, transforms=self.transforms)
+        # Panels of one column range lie beside each other for the whole stack, so slots are indices of every panel, and
+        # the distance of two panels is that of two stacks.
         shapes = [(*stack, self.shape[0], width) for width in self.panels]
         return panel_scratch(shapes, self.dtype, [self.panel_transforms(width) for width in self.panels])
 
@@ -206,6 +210,7 @@ class SharedTile:
         if not self.panelled:
             return ref
         memory, operands = panel_references(ref)
+        # Mosaic aligns each scratch buffer, so the stride includes the alignment, too.
         stride = aligned_bytes(operands[0].shape, self.dtype) // self.dtype.itemsize
         return PanelRef(operands, memory, stride, tuple(map(self.panel_transforms, self.panels)))
 

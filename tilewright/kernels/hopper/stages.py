@@ -88,6 +88,9 @@ class StagePlan:
             )
         else:
             empty = plgpu.Barrier(num_arrivals=self.consumers, num_barriers=self.num_stages)
+        # A barrier for each owner and stage: a consumer that takes every other item does not wait for the stages of the
+        # items between, and so would lose count of the parity of a barrier that they share. ``empty`` needs none, as
+        # the producer waits for every phase.
         # Every copy arrives by itself. One that is shared arrives in each CTA, when its bytes are there.
         copies = sum(part.copies for part in self.parts)
         full = plgpu.Barrier(num_arrivals=copies, num_barriers=self.num_stages * self.owners)
@@ -123,6 +126,8 @@ class Stages:
         when(step >= self.plan.num_stages, functools.partial(self.wait_released, step))
         slot, loaded = self.slot(step), self.loaded(step, owner)
         for part, smem, slices in zip(self.plan.parts, self.smem, sources, strict=True):
+            # A CTA waits for its own ``empty`` only, on which the consumers of both CTAs arrive: a multicast copy
+            # overwrites the stage of the other CTA, too, and this is the permission of both.
             axis = CLUSTER_AXIS if part.multicast and self.plan.cluster > 1 else None
             for number, source in zip(range(part.count), slices, strict=True):
                 load_tile(source, smem.at[slot, number], loaded, axis)
@@ -148,6 +153,7 @@ class Stages:
 
         A CTA must not exit while another may write to its memory, or arrive on its barriers.
         """
+        # The loads that would come next wait for exactly these phases; here they are waited for without a load.
         for number in range(self.plan.num_stages):
             step = steps + number
             when(step >= self.plan.num_stages, functools.partial(self.wait_released, step))
