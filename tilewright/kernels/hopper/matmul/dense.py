@@ -57,6 +57,7 @@ def dense_products(
     k, m = lhs.shape if transpose_lhs else lhs.shape[::-1]
     n = rhs[0].shape[0 if transpose_rhs else 1]
     plan = dense_plan(lhs.dtype, lhs.shape, rhs[0].shape, len(rhs), params, out_dtype, transpose_lhs, transpose_rhs)
+    # The last step of each product may hang over the end of K: TMA reads zeros there, which add nothing.
     steps = -(-k // plan.lhs.block_k) * len(products)
     out = jax.ShapeDtypeStruct((m, n), out_dtype)
     schedule = DenseSchedule(m, n, steps, plan.tile)

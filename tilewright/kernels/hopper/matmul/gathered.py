@@ -209,6 +209,7 @@ def run_gathering_producer(context: MatmulContext, sender: "RowsSender", pace: i
 
     def run_part(part: Scalar, *, received: bool, sends: bool) -> None:
         from_part = of_others if received else context
+        # Parts end anywhere in the list of a CTA's items, as those are dealt out one by one over all CTAs.
         begin, end = (items_before(context, number * schedule.items_of_part) for number in (part, part + 1))
         outgoing = sender.to_device(part)
         if sends:
@@ -218,14 +219,18 @@ def run_gathering_producer(context: MatmulContext, sender: "RowsSender", pace: i
             pl.semaphore_wait(arrived.at[part - 1], sender.senders, decrement=False)
             fence_copies()
 
+        # Only now may TMA load these rows: behind the signals of all senders, and behind the fence, as the loads go
+        # through another proxy than the semaphore.
         def one(index: Scalar, _: None) -> None:
             work = schedule.work(context.program + index * context.programs, context.cta)._replace(matrix=part - 1)
+            # All items have the same number of steps, so the ring's step follows from the item's index alone.
             first, begun = index * schedule.steps, begin * schedule.steps
             send = (lambda step: outgoing.at_step(step - begun, pace)) if sends else None
             produce_item(from_part, work, first, 0, send)
 
         lax.fori_loop(begin, end, one, None)
         if sends:
+            # A CTA without an item of this part, or with few, sends the rest at once: others wait for it.
             outgoing.finish((end - begin) * schedule.steps, pace)
 
     run_part(jnp.int32(0), received=False, sends=schedule.devices > 1)
@@ -267,6 +272,7 @@ class RowsSender:
         def place(index: Scalar) -> tuple[Any, Any]:
             return self.pieces.place(number + index * self.senders)
 
+        # Pieces number, number + senders, ... of all.
         mine = lax.div(jnp.int32(self.pieces.count - 1 + self.senders) - number, jnp.int32(self.senders))
         return Outgoing(
             self.buffers,

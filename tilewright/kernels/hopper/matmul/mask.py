@@ -35,6 +35,8 @@ def mask_step(context: Any, step: Scalar, rest: Scalar) -> None:
             # A barrier for each stage: the first consumer may be as many steps ahead as the ring has stages.
             slot = stages.slot(step)
             pl.when(share == 0)(lambda: plgpu.barrier_arrive(masked.at[slot]))
+            # Waited for in masked steps only, and completed in them only: `rest` is the same for all who share the
+            # step.
             pl.when(share > 0)(lambda: plgpu.barrier_wait(masked.at[slot]))
 
 

@@ -70,6 +70,8 @@ class OperandLayout:
     def rhs_tile(self, stages: Stages, step: Scalar, part: int) -> Ref:
         """A tile of rhs as ``[k, n]``."""
         tile = stages.tile(step, part)
+        # A view, nothing moves: wgmma takes 16-bit operands in either major order, and 8-bit ones with K contiguous
+        # only.
         return tile if self.k_first else tile.T
 
 

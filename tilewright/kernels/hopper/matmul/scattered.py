@@ -265,7 +265,7 @@ def keep(scatter: ScatterContext, tile: jax.Array, work: Work, index: Scalar) ->
     context = scatter.matmul
     target, in_tile = scatter.arrays.kept.at[work.part, scatter.tile(index)], work._replace(column=0)
     store_tile((tile,), target, scatter.scratch.kept.at[context.warpgroup], in_tile, context.first_row)
-    # The sender reads it from global memory.
+    # Not read-only: the bytes must be in global memory, from where the producer sends them.
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
     plgpu.barrier_arrive(scatter.scratch.stored)
 
@@ -274,6 +274,7 @@ def add(scatter: ScatterContext, tile: jax.Array, work: Work, index: Scalar) -> 
     """Adds what the others have computed of a tile, and stores the sum."""
     context, first_row = scatter.matmul, work.row + scatter.matmul.first_row
     others, number = scatter.ring.devices - 1, scatter.tile(index)
+    # Not decremented: every consumer of this CTA waits for the same signals.
     lax.fori_loop(
         0, others, lambda slot, _: pl.semaphore_wait(scatter.semaphore(slot, index), 1, decrement=False), None
     )
@@ -289,6 +290,7 @@ def add(scatter: ScatterContext, tile: jax.Array, work: Work, index: Scalar) -> 
             return block + load_columns(scatter.arrays.received.at[slot, number, *place])
 
         block = lax.fori_loop(0, others, plus, tile[:, begin : begin + COLUMNS])
+        # Rounded only here, when all devices' float32 sums are in.
         blocks.append(block.astype(context.plan.out_dtype))
     columns_of: Columns = tuple(blocks)
     target = scatter.arrays.out.at[work.matrix]
@@ -309,6 +311,7 @@ def run_scattering_producer(scatter: ScatterContext) -> None:
 
     def produce(index: Scalar, sends: bool) -> None:
         """Loads an item, and sends the one before it if another device wants it."""
+        # All items have the same number of steps, so no carry is needed to find a ring's step.
         work, first = scatter.work(index), index * steps
         if not sends:
             produce_item(context, work, first, 0)
@@ -326,7 +329,7 @@ def run_scattering_producer(scatter: ScatterContext) -> None:
         if not meanwhile:
             begin(scatter, outgoing)
         produce_item(context, work, first, 0, also if meanwhile else None)
-        # What a short item has no steps for.
+        # What a short item has no steps for. All buffers must be free again when the next tile begins.
         outgoing.finish(steps - FIRST_STEP - 1 if meanwhile else 0, pace)
 
     # The item behind those of others is the first of this device's own.

@@ -87,6 +87,8 @@ class Pieces:
     def place(self, index: Scalar) -> tuple[Any, Any]:
         """The rows and columns of a piece, as slices of a reference."""
         row, column = lax.div(index, jnp.int32(self.across)), lax.rem(index, jnp.int32(self.across))
+        # The last piece is moved back rather than cut: a TMA copy has a static size, and sending a few values twice is
+        # harmless, as both copies write the same.
         first_row = jnp.minimum(row * self.height, self.rows - self.height)
         first_column = jnp.minimum(column * self.width, self.columns - self.width)
         return pl.ds(first_row, self.height), pl.ds(first_column, self.width)
@@ -156,6 +158,7 @@ class Outgoing:
         @pl.when(index < count)
         def _() -> None:
             buffer = lax.rem(index, jnp.int32(buffers))
+            # No async-proxy fence: TMA has written what TMA reads, and the wait orders the two copies.
             plgpu.barrier_wait(loaded.at[buffer])
             plgpu.copy_smem_to_gmem(pieces.at[buffer], self.target(index))
 
@@ -167,7 +170,7 @@ class Outgoing:
 
         @pl.when(index == count)
         def _() -> None:
-            # The copies are complete, not only what they read.
+            # Not read-only: the copies must have arrived when the other device sees the signal.
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
             fence_copies()
             self.signal()

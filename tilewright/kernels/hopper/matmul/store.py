@@ -25,6 +25,8 @@ def store_tile(tile: Columns, target: Ref, buffers: Ref, work: Work, first_row: 
     count, width = buffers.shape[0], buffers.shape[-1]
     columns = [(block, begin) for block in tile for begin in range(0, block.shape[1], width)]
     parts = tile[0].shape[0] // WGMMA_M * len(columns)
+    # Stores are bulk groups, which complete in order: the number of those in flight tells which buffers are free. Where
+    # rows end anywhere a unit is the parts of 64 rows, as rows behind the end are not stored and make no group.
     in_flight = stores_in_flight(parts, count, parts if work.row_end is None else len(columns))
     for row in range(0, tile[0].shape[0], WGMMA_M):
         own_rows = None if work.row_end is None else work.row_end - (first_row + row)
@@ -36,6 +38,8 @@ def store_tile(tile: Columns, target: Ref, buffers: Ref, work: Work, first_row: 
                 # All stores but so many have read their buffers; all threads wait for that.
                 plgpu.wait_smem_to_gmem(in_flight[number], wait_read_only=True)
                 buffer[...] = block[row : row + WGMMA_M, begin : begin + width].astype(buffers.dtype)
+                # TMA reads through the async proxy. The fence also is a barrier of the warpgroup: one thread stores for
+                # all of them.
                 plgpu.commit_smem()
                 store_rows(buffer, target, first_row + row, work.column + place * width, own_rows)
 
@@ -69,6 +73,7 @@ def store_rows(buffer: Ref, target: Ref, row: Scalar, column: Scalar, own_rows: 
     rows, width = memory.shape
 
     def store(first: Scalar, count: int) -> None:
+        # Of the plain rows, which can be cut anywhere: the view for registers is cut into atoms of 8 rows.
         source = memory if count == rows else memory.at[pl.ds(first, count)]
         plgpu.copy_smem_to_gmem(source, target.at[pl.ds(row + first, count), pl.ds(column, width)])
 
@@ -83,6 +88,7 @@ def store_rows(buffer: Ref, target: Ref, row: Scalar, column: Scalar, own_rows: 
         count = rows // 2
         while count:
             # The greater bits have stored the rows before.
+            # More groups than one for a part: the waits above then wait for more than they need, never for less.
             pl.when(own_rows & count != 0)(_part(store, own_rows & ~(2 * count - 1), count))
             count //= 2
 

@@ -25,6 +25,7 @@ def wait_turn(context: Any) -> None:
 def pass_turn(context: Any) -> None:
     """Gives the turn to the next consumer."""
     following = lax.rem(context.warpgroup + 1, jnp.int32(context.plan.params.consumers))
+    # On the other's barrier: a consumer waits on its own only, so each parity has a single reader.
     plgpu.barrier_arrive(context.scratch.turns.at[following])
 
 
