@@ -129,6 +129,8 @@ def wide_key_value_kernel(
         ctx = WideContext(plan, options, schedule, kv_heads, call.parts, operands, results, scratch)
         run, registers = functools.partial(run_warpgroup, operands.item_lists), REGISTERS[CONSUMERS]
 
+        # The last gradient leaves through a stage, too, and no item follows that would release it: it is released at
+        # the end, when TMA has read it.
         def consume(role: Callable[..., Scalar], output: Ring) -> None:
             work = functools.partial(role, ctx)
             run(work, registers.consumer, "increase", lambda steps: release_last_stage(output.after(steps)))
@@ -154,6 +156,7 @@ def load_item(ctx: WideContext, item_index: Scalar, item: Scalar, first: Scalar)
 
     def load_step(step: Scalar, iteration: QueryIteration) -> QueryIteration:
         head, rows = iterations.head(iteration), pl.ds(iterations.q_start(iteration), BLOCK)
+        # In the order of use: −lse and Q for S, then −delta and dO for dP, which comes later.
         rings.minus_lse.load_from_dram(step, refs.statistics.at[b, head, MINUS_LSE, rows])
         rings.q.load_from_dram(step, refs.query.at[b, rows, head])
 

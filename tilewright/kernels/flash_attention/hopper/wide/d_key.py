@@ -110,6 +110,8 @@ class DkWarpgroup:
         else:
             release_last_stage(self.ctx.scratch.q)
             alone = functools.partial(self.one_step, steps, dk)
+            # With one stage of dO the operand of the next dP is still being loaded when dK is issued: nothing could run
+            # beside it.
             lax.fori_loop(0, steps, alone, (iterations.first, jnp.int32(0)))
             v_ring.release(0)
         if self.fuses_dq:
@@ -143,6 +145,7 @@ class DkWarpgroup:
     def overlapped(self, step: Scalar, iteration: QueryIteration, ds: jax.Array, dk: Ref, dp: Ref) -> jax.Array:
         """Issues dP of the next step and dK of this one, and computes the next dS beside dK."""
         self.issue_dp(step + 1, dp)
+        # dP of the next step is the older group: dS waits for it alone, and dK runs beside the arithmetic.
         self.issue_dk(step, ds, dk)
         following = self.after_for_bias(step, iteration)
         dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=1)
@@ -155,6 +158,7 @@ class DkWarpgroup:
         iteration, _ = carry
         ds = pl.run_scoped(functools.partial(self.ds_alone, step, iteration), self.ctx.s_accumulator)
         self.dq_and_dk(step, iteration, self.store_ds_to_smem(step, ds, iteration), dk)
+        # The last step's stage stays: dK leaves through it, and it is released in the next item.
         pl.when(step < steps - 1)(functools.partial(self.ctx.scratch.q.release, step))
         return self.after(step, iteration), jnp.int32(0)
 
@@ -162,6 +166,7 @@ class DkWarpgroup:
         """dQ and dK of a step; columns of dQ are added beside the MMA for dK."""
 
         def overlapped(dq: Ref) -> jax.Array:
+            # dQ before dK: reading dQ leaves the younger group, dK, in flight beside the reductions.
             self.issue_dq(step, dq)
             self.issue_dk(step, ds, dk)
             return plgpu.wgmma_accumulator_load(dq, wait_n=1)
@@ -189,11 +194,13 @@ class DkWarpgroup:
     def compute_ds(self, step: Scalar, iteration: QueryIteration | None, dp: jax.Array) -> jax.Array:
         """Computes dS from dP, whose MMA is complete, and P; in float32 if deterministic, for the bias."""
         rings, options = self.ctx.scratch, self.ctx.options
+        # dP is complete, and the dV warpgroup releases its own use of dO: the ring has two consumers.
         rings.d_out.release(step)
         minus_delta = load_statistic(rings.minus_delta, step) if options.dropout_prob else None
         if not self.fuses_dq:
             plgpu.commit_smem()  # an async-proxy fence between the load of delta and the release of its stage
             rings.minus_delta.release(step)
+        # As late as here: P comes from the other warpgroup, and everything above needs dP only.
         rings.p.load_from_shared(step)
         p = plgpu.load(rings.p.smem.at[rings.p.slot(step)], layout=tile_layout()).astype(jnp.float32)
         ds = ds_tile(p, dp, minus_delta, options)
@@ -211,6 +218,8 @@ class DkWarpgroup:
             # Here, where no MMA is in flight: rounded for the bias, dS is the next one's operand, too.
             self.store_d_bias(step, iteration, ds)
             return ds.astype(self.ctx.plan.dtype)
+        # The ring waits for the dV warpgroup, which reads the stage for its columns of dQ. This warpgroup's MMAs for dQ
+        # and dK that read it have been waited for by the callers.
         ds_ring.copy_to_shared(step, ds.astype(self.ctx.plan.dtype))
         self.ctx.scratch.minus_delta.release(step)  # behind the async-proxy fence of that store
         return jnp.int32(0)
@@ -227,6 +236,8 @@ class DkWarpgroup:
     def issue_dk(self, step: Scalar, ds: jax.Array, dk: Ref) -> None:
         """Issues the MMA dK += dS·Q."""
         q_ring, ds_ring = self.ctx.scratch.q, self.ctx.scratch.ds
+        # Q has arrived, as the dV warpgroup has computed S from it. But a thread sees what TMA wrote, and counts
+        # phases, by its own waits only.
         q_ring.load_from_shared(step)
         mma(dk, ds if ds_ring is None else ds_ring.get_mma_tile(step), q_ring.get_mma_tile(step))
 

@@ -70,6 +70,7 @@ class DvWarpgroup:
         """Sums dV over all steps; returns it without the scale of dropout, and leaves it the last stage of dO."""
         k_ring, fuses_dq = self.ctx.scratch.k, self.ctx.plan.fuses_dq
         k_ring.load_from_shared(0)
+        # Step 0 has nothing to run beside. K stays for the item; its barrier has a phase for each item.
         first = pl.run_scoped(functools.partial(self.first_p, iterations), self.ctx.s_accumulator)
         # `compute_dv` has waited for the stage of P in the item before.
         if self.hands_over_early:
@@ -80,6 +81,7 @@ class DvWarpgroup:
         if not fuses_dq:
             k_ring.release(0)  # the last S is complete
         self.issue_dv(steps - 1, p, dv)
+        # The last dQ is computed beside the MMA for the last dV.
         self.add_own_dq(steps - 1, last)
         plgpu.wgmma_wait(0)
         if fuses_dq:
@@ -91,21 +93,26 @@ class DvWarpgroup:
     ) -> tuple[QueryIteration, jax.Array]:
         """dV and dQ of a step, and P of the next one."""
         iteration, p = carry
+        # The next tile of queries is needed now: S of the next step is issued before dV of this one.
         following = self.ctx.decode(item_in_step(self.item, step)).iterations.after(iteration)
         next_p = pl.run_scoped(functools.partial(self.overlapped, step, following, p, dv), self.ctx.s_accumulator)
         if self.hands_over_early:
             # While the MMA for dV is in flight: the dK warpgroup waits for P.
             self.hand_over_p(step + 1, next_p.ds)
+        # dV is complete: its operand P may be replaced, in registers or in the stage, and its dO is free.
         plgpu.wgmma_wait(0)
         if self.ctx.overlaps_next_step:
             self.ctx.scratch.d_out.release(step)
         p = self.operand_of_dv(step + 1, next_p)
+        # Behind the hand-over of P, for which the dK warpgroup waits first; it needs this stage of dS only for its next
+        # dS.
         self.add_own_dq(step, iteration)
         return following, p
 
     def overlapped(self, step: Scalar, following: QueryIteration, p: jax.Array, dv: Ref, s: Ref) -> ProbabilityTiles:
         """Issues S of the next step and dV of this one, and computes the next P beside dV."""
         if self.ctx.overlaps_next_step:
+            # S is the older of the two groups: P waits for it alone, and dV runs beside the exponentials.
             self.issue_s(step + 1, following, s)
             self.issue_dv(step, p, dv)
             bits = self.draw_bits(step + 1, following)
@@ -125,6 +132,7 @@ class DvWarpgroup:
         self.issue_s(jnp.int32(0), iterations.first, s)
         bits = self.draw_bits(jnp.int32(0), iterations.first)
         s_tile = s[...]
+        # Behind the first MMA, so that the wait for TMA, which reads the dV of the item before, runs beside it.
         release_last_stage(self.ctx.scratch.d_out)
         return self.compute_p(jnp.int32(0), iterations.first, s_tile, bits)
 
@@ -147,6 +155,7 @@ class DvWarpgroup:
         if start is not None:
             s[...] = start
         rings.q.load_from_shared(step)
+        # The zero keeps wgmma's descriptors of K, which no step changes, out of the loop's registers.
         k = rings.k.smem.at[opaque_zero(step + self.item)]
         mma(s, k, rings.q.get_mma_tile(step, transposed=True))
 
@@ -208,6 +217,7 @@ class DvWarpgroup:
             return
         ds_ring.load_from_shared(step)
         dq = pl.run_scoped(functools.partial(self.compute_dq, ds_ring, step), plgpu.ACC((BLOCK, split), jnp.float32))
+        # Reading dQ has waited for its MMA, which was the reader of dS in this warpgroup.
         ds_ring.release(step)
         add_to_dq(self.ctx, item_in_step(self.item, step), iteration, DV_WARPGROUP, 0, dq)
 

@@ -44,6 +44,8 @@ def add_to_dq(
     # In rows of the accumulator, of which a strip of 64 queries takes two.
     first = lax.div(iterations.q_start(iteration) * ctx.plan.head_dim, jnp.int32(ROW))
     count = strips * STRIP * BLOCK // ROW
+    # In parts, each with the oldest of few buffers: shared memory has no room for all columns, and the first parts are
+    # reduced while the next ones are stored.
     for column in range(begin, begin + dq.shape[1], params.d_query_columns):
         buffer = staging.at[warpgroup, column // params.d_query_columns % params.d_query_buffers]
         # The reduction that used this buffer has read it: only the later ones may still be in flight.
@@ -59,6 +61,7 @@ def store_gradient(ring: Ring, step: Scalar, gradient: jax.Array, target: Ref) -
     if target.dtype == jnp.float32:
         store_unoptimised(target, gradient)
         return
+    # The role has not released this stage, so the producer does not load into it.
     stage = ring.smem.at[ring.slot(step)]
     stage[...] = gradient.astype(stage.dtype)
     plgpu.commit_smem()

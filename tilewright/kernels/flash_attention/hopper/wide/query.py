@@ -149,6 +149,7 @@ def wide_query_kernel(
         rings = bind_out_ring(scratch)
         warpgroup, group = lax.axis_index("warpgroup"), heads // kv_heads
         ctx = WideQueryContext(plan, options, schedule, heads, group, operands, d_query, rings, warpgroup)
+        # One item for each CTA: persistent CTAs would gain 0.7 µs an item (docs/notes/hopper_attention.md).
         pl.when(warpgroup < CONSUMERS)(functools.partial(compute_dq, ctx))
         pl.when(warpgroup == CONSUMERS)(functools.partial(load_tiles, ctx))
 
@@ -162,6 +163,7 @@ def bind_out_ring(scratch: WideQueryScratch[Ring]) -> WideQueryRings:
     q, d_out, k, v, bias = scratch
     tiles = None if bias is None else BiasTiles(bias, CONSUMERS)
     if k.plan.tile == v.plan.tile:
+        # The loads of O count as the first ones of the ring, so the steps of K or V begin behind them.
         return WideQueryRings(q, d_out, k, dataclasses.replace(k, offset=CONSUMERS), v, tiles)
     return WideQueryRings(q, d_out, v, k, dataclasses.replace(v, offset=CONSUMERS), tiles)
 
@@ -198,7 +200,9 @@ def compute_dq(ctx: WideQueryContext) -> None:
     plgpu.set_max_registers(REGISTERS[CONSUMERS].consumer, action="increase")
     item = ctx.current_item()
     steps = ctx.decode(item).steps
+    # Before Q is waited for: delta needs O and dO only.
     complete_delta(ctx, item)
+    # In registers where these suffice; with bias, cap or dropout they are loaded again in each step.
     statistics = None
     if ctx.overlaps:
         minus_lse = load_own_statistic(ctx, MINUS_LSE, item) * ctx.options.multiplier
@@ -274,6 +278,7 @@ class DqWarpgroup:
         # The last masked step, or step 0 if there is none: its mask then hides nothing. No later step needs a mask.
         ds = self.ds_alone(begin, may_mask)
         ds = lax.fori_loop(begin, steps.total - 1, functools.partial(self.one_step_ahead, dq), ds)
+        # The last dQ has no next step to run beside.
         self.issue_dq(steps.total - 1, ds, dq)
         plgpu.wgmma_wait(0)
         k_ring.release(steps.total - 1)
@@ -318,6 +323,7 @@ class DqWarpgroup:
         Args:
           issue_dq: issues another MMA, which is still in flight afterwards.
         """
+        # −delta is added by the MMA, not behind it.
         dp[...] = self.load_minus_delta(step)
         self.issue_s(step, s)
         self.issue_dp(step, dp)

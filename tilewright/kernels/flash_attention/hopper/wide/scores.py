@@ -171,5 +171,6 @@ def ds_tile(p_ds: jax.Array, dp: jax.Array, minus_delta: jax.Array | None, optio
         return p_ds * dp
     # The sign says what dropout drops: there dS is −P·delta, without a second draw of random bits.
     p_ds = p_ds.astype(jnp.float32)
+    # A dropped P that is 0 has no sign to lose: dS is 0 there in either case.
     kept_dp = jnp.where(p_ds < 0, 0.0, dp * (1 / (1 - options.dropout_prob)))
     return jnp.abs(p_ds) * (kept_dp + minus_delta)
