@@ -226,6 +226,7 @@ def accumulate_dk_dv(tile: KeyTile, first: Scalar, dk: Ref, dv: Ref) -> tuple[ja
     dK lacks its scale, dV that of dropout.
     """
     ctx = tile.ctx
+    # Once an item, not once a step: each phase of these barriers is an item.
     ctx.scratch.k.load_from_shared(tile.item_index)
     ctx.scratch.v.load_from_shared(tile.item_index)
     s = None
@@ -237,6 +238,7 @@ def accumulate_dk_dv(tile: KeyTile, first: Scalar, dk: Ref, dv: Ref) -> tuple[ja
         return consume_step(tile, step, s, dk, dv)
 
     after = over_query_steps(ctx, tile.item, first, one, s)
+    # Every step has waited for its MMAs, also for the S computed ahead, so nothing reads K and V any more.
     ctx.scratch.k.release(tile.item_index)
     ctx.scratch.v.release(tile.item_index)
     return dk[...], dv[...], after
@@ -284,6 +286,7 @@ def consume_step(tile: KeyTile, step: QueryStep, s: jax.Array | None, dk: Ref, d
         pl.run_scoped(functools.partial(compute_ds, tiles, p, dv, begin), plgpu.ACC((ROWS, ROWS), jnp.float32))
         for begin in range(0, ctx.block_q, ROWS)
     ]
+    # With dropout P·dO is issued last and still in flight: dO is released with Q, in `accumulate_dk`.
     if bits is None:
         rings.d_out.release(step.index)
     finish = functools.partial(accumulate_dk, tiles, ds, dk)
@@ -409,6 +412,7 @@ def compute_ds(tiles: StepTiles, p: ProbabilityTiles, dv: Ref, begin: int, dp: R
     # With dropout the accumulator of dP is rescaled, which −delta must not be.
     if not ctx.options.dropout_prob:
         dp[...] = load_statistic(ctx, step.index, MINUS_DELTA, begin, ROWS)
+    # dP before dV: dS waits for the older of both, and dV runs beside the arithmetic for dS.
     mma(dp, tiles.keys.operand(ctx.scratch.v, step.index), d_out.at[columns].T)
     if p.bits is None:
         mma(dv, p.dv, d_out.at[columns])
@@ -443,11 +447,13 @@ def accumulate_dk(tiles: StepTiles, ds: list[jax.Array], dk: Ref, next_s: Ref | 
         # Behind the last step of an item nothing is loaded: S is then computed from a stale tile, and not used.
         pl.when(step.more)(functools.partial(wait_queries, ctx, step.index + 1))
         initialize_s(ctx, step.index + 1, None, next_s)
+    # dK before the next S: the wait below leaves one group in flight, which must be the one that does not read this Q.
     for sub_tile, ds_tile in enumerate(ds):
         mma(dk, ds_tile, tiles.q.at[pl.ds(sub_tile * ROWS, ROWS)])
     if next_s is not None:
         issue_s(tiles.keys, step.index + 1, next_s)
     if rings.ds is not None:
+        # Beside the MMA for dK, which has dS in registers; the dQ warpgroup has it from shared memory.
         rings.ds.copy_to_shared(step.index, ds, rows=tiles.keys.own_rows)
     else:
         plgpu.commit_smem()
@@ -493,12 +499,14 @@ def store_dk_dv(tile: KeyTile, dk: jax.Array, dv: jax.Array) -> None:
     if ctx.options.dropout_prob:
         # P lacks the dropout's factor: it is applied to the sum once, not to every tile.
         dv = dv * (1 / (1 - ctx.options.dropout_prob))
+    # Without buffers there is no TMA store to wait for; padded rows take what is beyond the end.
     if ctx.plan.stores_from_registers:
         store_unoptimised(results.d_value.at[tile.batch, rows, tile.key_part], dv.astype(dtype))
         store_unoptimised(results.d_key.at[tile.batch, rows, tile.key_part], (dk * ctx.options.scale).astype(dtype))
         return
     dv_buffer = scratch.d_bias if ctx.plan.memory.shares_d_bias else scratch.dv
     assert dv_buffer is not None
+    # With one buffer each store waits for the one before: dV and dK pass through it one after another.
     dk_buffer, in_flight = dv_buffer, [0, 0]
     if scratch.dk is not None:
         # With a buffer for each, the store before is of the other one, which TMA may still read.

@@ -182,6 +182,7 @@ def _over_interleaved_steps[Carry](
     carry: Carry,
 ) -> Scalar:
     """`over_query_steps` with the query heads interleaved, see `interleaved_at_once`."""
+    # A band has the same steps for every head, so the masked steps of all heads come first here, too.
     b, key_part, kv_tile = ctx.decode(item)
     assert isinstance(ctx.schedule, BandSchedule)
     size = jnp.int32(ctx.parts.size)
@@ -192,6 +193,7 @@ def _over_interleaved_steps[Carry](
     total = steps.total * size
 
     def one_step(index: Scalar, carry: Carry) -> Carry:
+        # The heads of one tile of queries follow one another: ``steps`` are those of a band, the same for all of them.
         number = lax.div(index, size)
         # CTAs at one tile of queries begin with different heads, so that few of them add to the same rows of dQ.
         head = first_head + lax.rem(index + kv_tile, size)

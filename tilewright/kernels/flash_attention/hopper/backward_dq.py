@@ -54,6 +54,7 @@ def accumulate_dq_of_item(ctx: KeyValueContext, item_index: Scalar, item: Scalar
     last = over_query_steps(ctx, item, first, one, None)
     # First of all: the producer loads the next item's K while this warpgroup converts what is left.
     ctx.scratch.k.release(item_index)
+    # Counted last: a full counter promises that all reductions of a head are in global memory.
     if conversion is not None:
         lax.fori_loop(last - first, conversion.pieces, lambda piece, _: conversion.convert(piece), None)
         count_item(ctx, b, kv_head)
@@ -70,9 +71,11 @@ def accumulate_dq(ctx: KeyValueContext, item: Scalar, batch: Scalar, step: Query
 
     def compute(tile: DqMmaTile, dq: Ref) -> jax.Array:
         k = ctx.scratch.k.smem.at[zero, :, pl.ds(tile.column, tile.columns)]
+        # dS lies as [keys, queries]: wgmma transposes 16-bit operands in shared memory as it reads them.
         mma(dq, ds_ring.get_mma_tile(step.index).at[:, pl.ds(tile.row, ROWS)], k, transpose_a=True)
         return dq[...]
 
+    # Both consumers have written their 64 keys of dS: the barrier counts one arrival of each.
     ds_ring.load_from_shared(step.index)
     tiles = ctx.plan.dq_mma_tiles
     for tile in tiles:
@@ -87,6 +90,8 @@ def accumulate_dq(ctx: KeyValueContext, item: Scalar, batch: Scalar, step: Query
         store_strips(staging.at[strips, pl.ds(tile.row, ROWS)], dq)
     plgpu.commit_smem()
     rows = ctx.block_q * ctx.plan.head_dim // ROW
+    # One reduction for the whole step; one for each part, tried to wait less for shared memory, was 2.6 % slower
+    # (docs/notes/hopper_attention.md).
     plgpu.copy_smem_to_gmem(
         staging.reshape(rows, ROW),
         accumulator.at[batch, step.head, pl.ds(step.q_tile * rows, rows)],
@@ -119,6 +124,8 @@ class ItemConversion:
         head = kv_head * ctx.parts.group + lax.div(tile, tiles)
         row_tile = kv_tile * TILES_PER_ITEM + lax.rem(tile, tiles)
         target = results.d_query.at[b, pl.ds(row_tile * ROWS, ROWS), head, pl.ds(column * PIECE_COLUMNS, PIECE_COLUMNS)]
+        # Other CTAs' reductions are in global memory: each waits for its own before it counts, and the counter was
+        # full.
         dq = load_dq_accumulator(accumulator, b, head, row_tile, ctx.block_q, head_dim, column)
         store_unoptimised(target, (dq * ctx.options.scale).astype(ctx.plan.dtype))
 
@@ -144,6 +151,7 @@ def wait_counter(ctx: KeyValueContext, item_index: Scalar, source: jax.Array | N
     if source is None or ring is None or results is None:
         return None
     ring.load_from_shared(item_index)
+    # float32 counts exactly up to 2²⁴ items, more than a head has.
     complete = ring.smem[0, 0] == ctx.schedule.extent.row_tiles
     ring.release(item_index)
     results.done[source] = complete.astype(jnp.int32)
@@ -157,6 +165,7 @@ def count_item(ctx: KeyValueContext, batch: Scalar, kv_head: Scalar) -> None:
     assert staging is not None
     assert conversion is not None
     plgpu.wait_smem_to_gmem(0)  # until the reductions are complete, not only until they have read shared memory
+    # Through the buffer of dQ, which is free when its reductions are complete.
     ones = staging.at[0, pl.ds(0, ROWS)]
     ones[...] = plgpu.layout_cast(jnp.ones((ROWS, STRIP), jnp.float32), tile_layout())
     plgpu.commit_smem()

@@ -201,6 +201,7 @@ def query_kernel(
         ctx = QueryContext(plan, options, schedule, heads, group, operands, d_query, scratch, warpgroup)
         run = functools.partial(run_warpgroup, operands.items)
         consume, load = functools.partial(consume_item, ctx), functools.partial(load_item, ctx)
+        # The producer's setmaxnreg must run, too: the consumers' increase blocks until it has given up registers.
         registers = REGISTERS[CONSUMERS]
         pl.when(warpgroup < CONSUMERS)(functools.partial(run, consume, registers.consumer, "increase"))
         pl.when(warpgroup == CONSUMERS)(functools.partial(run, load, registers.producer, "decrease"))
@@ -306,6 +307,7 @@ def accumulate_dq(tile: QueryTile, dq: Ref) -> jax.Array:
     )
     minus_delta = complete_delta(tile, minus_lse, d_lse)
     statistics = StatisticTiles(*(lax.broadcast_in_dim(row, ctx.s_shape, [0]) for row in (minus_lse, minus_delta)))
+    # Q last: delta needs O and dO only, and is computed while Q is on its way.
     rings.q.load_from_shared(tile.item_index)
 
     def one(number: Scalar, _: None) -> None:
@@ -317,6 +319,8 @@ def accumulate_dq(tile: QueryTile, dq: Ref) -> jax.Array:
         compute = functools.partial(compute_ds, tile, KeyStep(number, k_step, v_step, zero, coord), statistics)
         accumulator = plgpu.ACC(ctx.s_shape, jnp.float32)
         ds = pl.run_scoped(compute, accumulator, accumulator)
+        # No other MMA of this consumer runs beside it. The two consumers are not in step, so the other's arithmetic
+        # does.
         mma(dq, ds, rings.k.get_mma_tile(k_step))
         # K is an operand of S and of dQ, so its stage is free only after both.
         plgpu.wgmma_wait(0)
@@ -365,6 +369,7 @@ def compute_ds(tile: QueryTile, step: KeyStep, statistics: StatisticTiles, s: Re
         bias = None if ctx.bias_tiles is None else ctx.bias_tiles.read(step.k_step, ctx.warpgroup)
         logits, tanh = biased_and_capped(logits, options, ctx.operands.arrays, step.coord, bias)
     logits = (logits + statistics.minus_lse) * options.multiplier
+    # A fully masked row has −lse = −∞, so its P is 0 in steps without a mask, too.
     masked = step.number < tile.steps.masked if ctx.schedule.may_mask else False
     logits = masked_logits(logits, masked, options, ctx.operands.arrays, step.coord)
     p = jnp.exp2(logits)

@@ -97,6 +97,7 @@ class BiasGradient:
             return order
         matrices = np.arange(self.scores[0] * key_parts)
         batch, part = np.divmod(matrices, key_parts)
+        # By groups of heads, within one by batch element: those add to the same sums while they are in the L2 cache.
         sequence = np.lexsort((part, batch, part // at_once))
         return (sequence[order // row_tiles] * row_tiles + order % row_tiles).astype(order.dtype)
 
@@ -187,6 +188,7 @@ class BiasGradient:
             (panel,) = staging.operands
             panel.T[...] = values.astype(self.dtype)  # by stmatrix, which transposes 16 bits
         else:
+            # 32-bit elements have no stmatrix: the other layout moves them between lanes before the store.
             staging.T[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
 
@@ -315,7 +317,10 @@ class PositionGradient:
             store_unoptimised(target, plgpu.load(target, layout=row_layout(), optimized=False) + sums)
             return
         tile = lax.div(coord.kv_start, jnp.int32(ROWS))
+        # Two rows where order does not matter: the consumers of a CTA, neighbours in keys, then add to different
+        # addresses.
         row, rows = (tile * (ROWS // 16), ROWS // 16) if self.deterministic else (lax.rem(tile, jnp.int32(2)), 1)
+        # Diagonals by key − query from that of the first key and the last padded query, which is number 0.
         first = coord.kv_start - coord.q_start - (ROWS - 1) + self.padded_lengths[0] - 1
         target = ref.at[coord.batch, coord.head, pl.ds(row, rows), pl.ds(first, DIAGONALS)]
         add_along_diagonals(ds, target, self.shape[-1])

@@ -78,6 +78,8 @@ def load_dq_accumulator(
 ) -> jax.Array:
     """Loads tile ``row_tile`` of 64 rows of the dQ accumulator, or the ``PIECE_COLUMNS`` columns of one piece."""
     steps, strip_rows = jnp.int32(block_q // ROWS), block_q * STRIP // ROW
+    # A step's part of the accumulator lies strip by strip, each of block_q rows: the 64 rows of a tile are a part of
+    # every strip.
     first = lax.div(row_tile, steps) * (block_q * head_dim // ROW) + lax.rem(row_tile, steps) * (ROWS * STRIP // ROW)
     if piece is not None:
         first = first + piece * (PIECE_COLUMNS // STRIP * strip_rows)
@@ -114,6 +116,7 @@ class OverlappedConversion:
         """
         starts, items = lists
         tiles = len(row_steps)
+        # Times are in steps, by the static plan: what a CTA has done when it comes to a position of its list.
         costs = (row_steps + ITEM_OVERHEAD)[items % tiles]
         ends = np.concatenate([np.cumsum(costs[a:b]) for a, b in itertools.pairwise(starts)])
         # A head is complete when the last of its items is, in whichever CTA.
@@ -183,6 +186,7 @@ def convert_kernel(
     result: jax.Ref | None = None
     if converted is not None:
         matrix, row_tile = np.divmod(tiles, row_tiles)
+        # The inverse of `ItemConversion.convert`: the item whose conversion would have covered these 64 rows.
         items = matrix * kv_heads // heads * converted.plan.tiles + row_tile // TILES_PER_ITEM
         items = np.where(np.isin(items, converted.plan.items), items, -1)
         order = np.argsort(items >= 0, kind="stable")  # first the tiles that certainly need a conversion

@@ -94,6 +94,7 @@ def delta_kernel(
         # Both loads arrive on one barrier; zeros are stored until they are complete.
         load_tile(refs.out.at[b, rows, head], scratch.out, scratch.loaded)
         load_tile(refs.d_out.at[b, rows, head], scratch.d_out, scratch.loaded)
+        # Written once and stored many times: no store changes it, so none of them has to be waited for.
         scratch.zeros[...] = jnp.zeros(ZEROS_SHAPE, jnp.float32)
         plgpu.commit_smem()
         for row in range(0, zero_rows, ZEROS_SHAPE[0]):
@@ -109,6 +110,7 @@ def delta_kernel(
         minus_lse = load_row_statistic(refs.statistics, b, head, MINUS_LSE, rows)
         d_lse = load_row_statistic(refs.statistics, b, head, MINUS_DELTA, rows)
         store_unoptimised(refs.statistics.at[b, head, MINUS_DELTA, rows], minus_delta_of(minus_lse, d_lse, rowsum))
+        # The accumulator and its counters are zeros before the next kernel adds to them.
         plgpu.wait_smem_to_gmem(0)
 
     out_types = _Results(

@@ -102,6 +102,8 @@ def run_producer(ctx: ForwardContext) -> None:
     plgpu.set_max_registers(REGISTERS[ctx.call.params.consumers].producer, action="decrease")
     if ctx.call.params.ping_pong:
         plgpu.barrier_arrive(ctx.scratch.turns.at[0])
+    # No drain at the end: without a cluster no other CTA writes to this one's shared memory, and the consumers have
+    # waited for every load.
     for_each_item(ctx, functools.partial(produce_item, ctx), lambda _: jnp.int32(0))
 
 
@@ -137,10 +139,12 @@ def produce_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scal
 
     # `program * 0` is no constant: JAX 0.12 refuses a slice that it sees to hang over the end of a short array.
     when(queued.loads, lambda: load(scratch.k, operands.key, ctx.program * 0))
+    # K first, then Q: with one stage of Q the wait for its release must not hold up a K whose stage is free.
     queries = operands.query.at[work.batch, pl.ds(work.q_tile * block_q, block_q), work.head]
     scratch.q.load_from_dram(queued.index, queries)
     load_bias(ctx.program * 0)
     when(queued.loads, load_rest)
+    # The counter of K and V stands still over items that find theirs in the rings.
     after = first + work.steps.total
     return after if queued.loads is True else jnp.where(queued.loads, after, first)
 
@@ -154,9 +158,11 @@ def run_consumer(ctx: ForwardContext) -> None:
     plgpu.set_max_registers(REGISTERS[params.consumers].consumer, action="increase")
     if call.plan.ahead:
         overlapped_items = functools.partial(consume_items_overlapped, ctx)
+        # One accumulator for all items: the PV of one is still in flight when QKᵀ of the next is issued.
         pl.run_scoped(overlapped_items, plgpu.ACC((ROWS, call.value_dim), jnp.float32))
     else:
         for_each_item(ctx, functools.partial(consume_item, ctx), lambda _: jnp.int32(0))
+    # TMA must have read the last output before the CTA exits.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if params.ping_pong:
         # Takes the turn that the last consumer passed on in the last item.
@@ -250,6 +256,7 @@ def softmax_tile(
     needs_mask = step < work.steps.masked if masked is None else masked
     logits = masked_logits(logits, needs_mask, options, arrays, coord)
     tile = online_softmax(logits, options.multiplier, m, row_sum, call.guarded, options.natural_maximum)
+    # With dropout P stays in float32 here: bits are tested on the unrounded value, and `rounded_state` rounds it.
     p = tile.p
     if bits is not None:
         return tile._replace(p=zero_dropped(p, bits, coord))
@@ -271,9 +278,11 @@ def first_step(ctx: ForwardContext, queued: QueuedItem, step: Scalar) -> RowStat
     tile_shape = ROWS, ctx.call.params.block_k
 
     def qk_alone(scores: Ref) -> tuple[jax.Array, jax.Array | None]:
+        # Before the turn: it writes registers only, and would keep the tensor cores idle behind the wait.
         initialize_s(ctx, queued.item, jnp.int32(0), scores)
         ctx.ping_pong_wait()
         q_ring.load_from_shared(queued.index)
+        # Keys that stay in the rings have been waited for in the item that loaded them.
         when(queued.loads, lambda: k_ring.load_from_shared(step))
         issue_qk(ctx, q_ring.get_mma_tile(queued.index), step, scores)
         ctx.ping_pong_arrive()
@@ -282,6 +291,7 @@ def first_step(ctx: ForwardContext, queued: QueuedItem, step: Scalar) -> RowStat
 
     scores, bits = pl.run_scoped(qk_alone, plgpu.ACC(tile_shape, jnp.float32))
     release_step(ctx, k_ring, step)
+    # The last load of the step: its wait comes when S is complete, and its stage is free before the softmax begins.
     bias, masked = ctx.read_bias(step), ctx.call.first_masked
     tile = softmax_tile(ctx, scores, bits, queued.item, jnp.int32(0), *initial_statistics(), masked, bias)
     return rounded_state(ctx, tile)
@@ -305,6 +315,7 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
             initialize_s(ctx, queued.item, item_step, scores)
             ctx.ping_pong_wait()
             when(queued.loads, lambda: k_ring.load_from_shared(step))
+            # QKᵀ before PV: the softmax waits for the older of the two groups, and PV runs beside it.
             issue_qk(ctx, q_tile, step, scores)
             issue_pv(ctx, acc, state.p, queued, step - 1)
             ctx.ping_pong_arrive()
@@ -314,6 +325,7 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
             release_step(ctx, k_ring, step)
             bias = ctx.read_bias(step)
             tile = softmax_tile(ctx, s, bits, queued.item, item_step, state.m, state.row_sum, call.later_masked, bias)
+            # alpha rescales O, so PV of the step before must have added to it; its V is free then, too.
             plgpu.wgmma_wait(0)
             release_step(ctx, v_ring, step - 1)
             acc[...] = acc[...] * across(tile.alpha, call.value_dim)
@@ -339,6 +351,7 @@ def consume_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scal
 
     def attend(acc: Ref) -> tuple[jax.Array, jax.Array, jax.Array]:
         state = remaining_steps(ctx, acc, queued, first, first_step(ctx, queued, first))
+        # No MMA reads Q any more. Where the output takes its place, Q is released behind the store instead.
         if call.plan.own_output:
             scratch.q.release(queued.index)
         release_item(ctx, scratch.k, queued, first)
@@ -375,6 +388,7 @@ def consume_items_overlapped(ctx: ForwardContext, acc: Ref) -> None:
         release_item(ctx, ctx.scratch.v, queued, first)
         assert ctx.scratch.out is not None
         store_item(ctx, queued.item, acc[...], state.m, state.row_sum, ctx.scratch.out)
+        # Step 0 of an item does not rescale O, so the accumulator begins from zeros.
         acc[...] = plgpu.layout_cast(jnp.zeros((ROWS, ctx.call.value_dim), jnp.float32), tile_layout())
         return after, next_state
 
@@ -397,7 +411,9 @@ def last_pv_beside_next_step(
       p: P of the last step.
     """
     q_ring, k_ring, v_ring = ctx.scratch.q, ctx.scratch.k, ctx.scratch.v
+    # Behind the last item QKᵀ is issued all the same, on stale tiles: no branch comes between it and the PV beside it.
     has_next = queued.next_item >= 0
+    # Without a next item the indices stay those of the last one: nothing is waited for, and nothing is released twice.
     next_index = queued.index + has_next.astype(jnp.int32)
     step = after if ctx.call.resident_steps else last + has_next.astype(jnp.int32)
     next_item = lax.max(queued.next_item, jnp.int32(0))
@@ -457,6 +473,7 @@ def store_item(
     scale = scale if alpha is None else scale * alpha
     lse = (m + jnp.log2(row_sum) * (1 / unit)) * natural
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store of the item before still reads this memory
+    # Each consumer has its own rows of the buffer, so no barrier between consumers is needed.
     target = out_smem.at[ctx.my_rows]
     target[...] = (out * across(scale, call.value_dim)).astype(call.plan.dtype)
     scratch.lse[ctx.warpgroup, :] = lse
@@ -543,6 +560,7 @@ def forward_kernel(
     queue = row_steps(schedule), batch * heads, at_once
     item_at, starts, order = None, None, None
     if resident:
+        # Items of one key head must follow one another in a CTA, or its keys would leave the rings between them.
         starts, order = even_lists(items, programs)
     elif params.persistent:
         starts, order = program_lists(program_order(*queue), queue[0], programs)

@@ -176,6 +176,7 @@ def for_each_item[Carry](
         body(QueuedItem(jnp.int32(0), item, jnp.int32(-1)), start(item))
         return
     assert order is not None
+    # Both roles read the list from global memory, so that no item has to pass from the producer to the consumers.
     begin, end = starts[ctx.program], starts[ctx.program + 1]
 
     def one_item(position: Scalar, state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
@@ -186,6 +187,9 @@ def for_each_item[Carry](
         queued = QueuedItem(position - begin, item, next_item)
         if ctx.call.resident_steps:
             count = jnp.int32(ctx.call.items_of_keys)
+            # A key head's items are numbered consecutively, so its first one is a multiple of their count. The first
+            # item of a CTA may be any of them, and loads; the last one of a CTA frees nothing, as nothing is loaded
+            # behind it.
             loads = (position == begin) | (lax.rem(item, count) == 0)
             frees = (next_item > 0) & (lax.rem(next_item, count) == 0)
             queued = dataclasses.replace(queued, loads=loads, frees=frees)

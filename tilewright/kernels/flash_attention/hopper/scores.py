@@ -339,6 +339,7 @@ class BiasTiles:
         tile: Any = self.ring.get_mma_tile(index)
         assert isinstance(tile, PanelRef)
         views = [panel.T if transposed else panel for panel in tile.operands]
+        # Panel by panel, as each has its own swizzle; registers of neighbouring columns join without a move.
         parts = [plgpu.load(view, layout=tile_layout(), optimized=False) for view in views]
         # An async-proxy fence: threads have read the stage, and TMA writes it next.
         plgpu.commit_smem()
