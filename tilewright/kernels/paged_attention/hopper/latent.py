@@ -157,6 +157,7 @@ def run_producer(ctx: LatentContext) -> None:
 
     def load_latents(step: Scalar, page: Scalar) -> jax.Array:
         next_page = ctx.page_of(step + 1)
+        # Before the loads, which wait for slots.
         if ctx.call.prefetched:
             prefetch_latents(ctx, step + ctx.call.prefetched)
         # In the order in which the consumers release them.
@@ -172,6 +173,7 @@ def run_producer(ctx: LatentContext) -> None:
 
 def load_part(ctx: LatentContext, ring: Ring, columns: pl.Slice, step: Scalar, page: Scalar) -> None:
     """Loads a part of the latents of a step, whose entry of the page table is ``page``."""
+    # What is no page is loaded from page 0, and masked: the barrier of the stage counts a copy in each step.
     page = jnp.where(ctx.exists(page), page, 0)
     ring.load_from_dram(step, ctx.operands.pages.at[page, pl.ds(ctx.row_of(step), BLOCK_K), columns])
 
@@ -206,6 +208,8 @@ def attend_left(ctx: LatentContext, acc: Ref) -> None:
     m, row_sum, _ = lax.fori_loop(1, work.total, functools.partial(left_step, ctx, acc), carry)
     plgpu.wgmma(acc, p_tile(ctx, work.total - 1), scratch.left.get_mma_tile(work.total - 1))
     scale = normaliser(row_sum)
+    # Before the wait for the last PV, so that the second consumer has it in time. Threads write and threads read it:
+    # the barrier orders them, and no async-proxy fence is needed.
     scratch.scales[NORMALISER, :] = scale
     plgpu.barrier_arrive(scratch.finished)
     lse = row_lse(m, row_sum)
@@ -229,6 +233,7 @@ def first_step(ctx: LatentContext, page: Scalar) -> tuple[jax.Array, jax.Array]:
 
     scores = pl.run_scoped(scores_alone, plgpu.ACC((ROWS, BLOCK_K), jnp.float32))
     statistics = initial_statistics()
+    # S has read it as K; the second consumer still reads it as V.
     scratch.right.release(zero)
     tile = softmax_tile(ctx, scores, zero, page, *statistics)
     store_p_to_smem(ctx, zero, tile)
@@ -251,8 +256,11 @@ def left_step(
         s = plgpu.wgmma_accumulator_load(scores, wait_n=1)
         right.release(step)
         tile = softmax_tile(ctx, s, step, page, m, row_sum)
+        # Before the wait for this consumer's PV: the second one's PV may begin, and runs beside it.
         store_p_to_smem(ctx, step, tile)
         plgpu.wgmma_wait(0)
+        # This consumer's PV has read P of the step before, which lay in this stage; the second one releases it for
+        # itself.
         rest.release(step - 1)
         left.release(step - 1)
         clear_masked_values(ctx, left, step, page)
@@ -305,6 +313,7 @@ def visible(ctx: LatentContext, step: Scalar, page: Scalar) -> jax.Array:
     if call.right is None or call.q_length == 1:
         return key < end
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK_K), 0, layout=tile_layout())
+    # Rows are token by token, its heads: the position of a row follows from the token alone.
     token = lax.div(row + work.row_tile * ROWS, jnp.int32(call.heads))
     start = (work.first + step) * BLOCK_K
     return (key < end) & (key <= token + (work.position + call.right - start))
@@ -318,6 +327,8 @@ def p_tile(ctx: LatentContext, step: Scalar) -> Ref:
 def store_p_to_smem(ctx: LatentContext, step: Scalar, tile: SoftmaxTile) -> None:
     """Stores P and alpha of a step for the second consumer, and P for this one's own PV."""
     scratch = ctx.scratch
+    # The first consumer is at most one step ahead of the second: the stage of step + 2 is loaded only when that has
+    # released step. So neither alpha nor a phase of `ready` is overwritten before it is read.
     slot = scratch.right.slot(step)
     scratch.scales[slot, :] = tile.alpha
     p_tile(ctx, step)[...] = tile.p
@@ -343,17 +354,21 @@ def attend_right(ctx: LatentContext, acc: Ref) -> None:
         next_page = ctx.page_of(step + 1)
         for ring in (right, rest):
             ring.load_from_shared(step)
+        # P and alpha are there, and S of the step is complete: only now may rows of V be cleared, which S has read as
+        # K.
         plgpu.barrier_wait(scratch.ready.at[right.slot(step)])
         alpha = plgpu.load(scratch.scales.at[right.slot(step)], layout=row_layout())
         acc[...] = acc[...] * across(alpha, HALF)
         clear_masked_values(ctx, right, step, page)
         plgpu.wgmma(acc, p_tile(ctx, step), right.get_mma_tile(step))
+        # This consumer has nothing of its own to run beside its MMA: it overlaps with the first one's work.
         plgpu.wgmma_wait(0)
         right.release(step)
         rest.release(step)
         return next_page
 
     lax.fori_loop(0, ctx.work.total, one_step, ctx.page_of(ctx.zero))
+    # Also: the last S is complete, so the output may take the place of `q_right`.
     plgpu.barrier_wait(scratch.finished)
     scale = plgpu.load(scratch.scales.at[NORMALISER], layout=row_layout())
     store_half(ctx, acc[...] * across(scale, HALF), HALF, scratch.q_right.get_mma_tile(0))

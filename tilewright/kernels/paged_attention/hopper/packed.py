@@ -200,11 +200,13 @@ def run_producer(ctx: ChunkContext) -> None:
     def load_queries(piece: Scalar, _: None) -> None:
         """Loads one head of a warpgroup's tokens. Rows that a tile does not have are filled with any tokens."""
         half, head = lax.div(piece, jnp.int32(call.group)), lax.rem(piece, jnp.int32(call.group))
+        # Clamped, as the second consumer's tokens may begin behind the last one; TMA fills what hangs over with zeros.
         token = lax.min(ctx.work.token + half * call.tokens, jnp.int32(operands.query.shape[0] - 1))
         source = operands.query.at[pl.ds(token, call.tokens), ctx.kv_head * call.group + head]
         target = scratch.rows.at[pl.ds(half * ROWS + head * call.tokens, call.tokens)]
         plgpu.copy_gmem_to_smem(source, target, scratch.queries_ready)
 
+    # K of step 0 first: it is on its way while the pieces of Q are issued.
     load_block(ctx, scratch.k, operands.key, ctx.zero)
     lax.fori_loop(0, ctx.plan.pieces, load_queries, None)
     lax.fori_loop(1, ctx.steps, load_both, None)
@@ -217,6 +219,8 @@ def load_block(ctx: ChunkContext, ring: Ring, ref: Ref, step: Scalar) -> None:
     start = ctx.first_key(work, step)
     column = work.sequence * call.columns + lax.div(start, jnp.int32(call.page_size))
     row = lax.rem(start, jnp.int32(call.page_size)) if call.page_size > call.block_k else ctx.zero
+    # A page that is not there has number 0 in ``table`` (`present_pages`): it is copied all the same, because the
+    # stage's barrier counts as many copies in each step, and its keys are masked.
     pages = [ctx.operands.table[column + number] for number in range(call.pages_per_block)]
     ring.load_from_dram(step, *(ref.at[page, pl.ds(row, call.page_rows), ctx.kv_head] for page in pages))
 
@@ -234,6 +238,7 @@ def run_consumer(ctx: ChunkContext) -> None:
 
     @pl.when(ctx.work.tokens <= ctx.warpgroup * ctx.call.tokens)
     def _() -> None:
+        # Not idle: the rings count the releases of both consumers, and `cleared` the arrivals of both.
         attend_without_rows(ctx)
 
 
@@ -247,6 +252,7 @@ def attend(ctx: ChunkContext, acc: Ref) -> None:
         issue_qk(ctx, scores, ctx.zero)
         return scores[...]
 
+    # wgmma reads Q swizzled. TMA cannot swizzle a head's few rows, so Q passes through registers once.
     swizzle_queries(ctx)
     scores = pl.run_scoped(qk_alone, plgpu.ACC(tile_shape, jnp.float32))
     k_ring.release(ctx.zero)
@@ -255,6 +261,7 @@ def attend(ctx: ChunkContext, acc: Ref) -> None:
     # Bits are loaded one step ahead: the softmax need not wait for them.
     carry = tile.state, ctx.page_bits(ctx.zero + 1)
     (p, m, row_sum), _ = lax.fori_loop(1, ctx.steps, functools.partial(attend_step, ctx, acc), carry)
+    # The last PV has no QKᵀ to run beside.
     wait_values(ctx, ctx.steps - 1, ctx.page_bits(ctx.steps - 1))
     plgpu.wgmma(acc, p, v_ring.get_mma_tile(ctx.steps - 1))
     out = acc[...]
@@ -268,11 +275,13 @@ def attend_step(
     """QKᵀ and softmax of a step, beside PV of the one before; the carry is the state and the bits of the step."""
     state, bits = carry
     k_ring, v_ring = ctx.scratch.k, ctx.scratch.v
+    # Loaded at the top, so that their latency hides behind the wait for K.
     bits_before, bits_after = ctx.page_bits(step - 1), ctx.page_bits(step + 1)
 
     def qk_beside_pv(scores: Ref) -> tuple[RowState, jax.Array]:
         k_ring.load_from_shared(step)
         issue_qk(ctx, scores, step)
+        # Behind the issue of QKᵀ, which runs while rows of V are cleared.
         wait_values(ctx, step - 1, bits_before)
         plgpu.wgmma(acc, state.p, v_ring.get_mma_tile(step - 1))
         # wait_n=1: QKᵀ is complete, PV may still run.
@@ -305,6 +314,7 @@ def attend_without_rows(ctx: ChunkContext) -> None:
 def swizzle_queries(ctx: ChunkContext) -> None:
     """Waits for Q, and copies this warpgroup's rows to where wgmma reads them."""
     plgpu.barrier_wait(ctx.scratch.queries_ready)
+    # Each consumer copies its own rows, and its MMAs read these only: no barrier with the other one.
     rows = plgpu.load(ctx.scratch.rows.at[ctx.my_rows], layout=tile_layout(), optimized=False)
     ctx.scratch.q_tile.at[ctx.my_rows][...] = rows
     plgpu.commit_smem()
@@ -328,6 +338,7 @@ def softmax_tile(
     logits = lax.cond(
         ctx.is_full(step, bits), lambda x: x, lambda x: jnp.where(visible(ctx, step, bits), x, -jnp.inf), logits
     )
+    # Guarded, as rows without a visible key so far occur with pages that are absent and with windows.
     tile = online_softmax(logits, multiplier, m, row_sum)
     return tile._replace(p=tile.p.astype(ctx.plan.dtype))
 
@@ -375,6 +386,7 @@ def wait_values(ctx: ChunkContext, step: Scalar, bits: jax.Array) -> None:
 
     @pl.when(jnp.logical_not(ctx.is_full(step, bits)))
     def _() -> None:
+        # Both consumers branch by the same scalars, so they meet at `cleared` in the same steps.
         clear_masked_values(ctx, step, bits)
 
 
@@ -382,6 +394,7 @@ def clear_masked_values(ctx: ChunkContext, step: Scalar, bits: jax.Array) -> Non
     """Zeroes masked rows in this consumer's half of V, and waits for the other consumer to have done the same."""
     scratch = ctx.scratch
     work = ctx.work_again()
+    # A half for each consumer, also where one of them has no rows: PV then waits for half as many stores.
     half = ctx.call.block_k // CONSUMERS
     rows = pl.ds(ctx.warpgroup * half, half)
     for column in range(0, ctx.plan.dim, CHUNK):
@@ -406,6 +419,7 @@ def store_rows(ctx: ChunkContext, out: jax.Array, m: jax.Array, row_sum: jax.Arr
     call, results = ctx.call, ctx.results
     work = ctx.work_again()
     scale = normaliser(row_sum)
+    # No thread reads Q there any more: `swizzle_queries` has ended with a barrier of the warpgroup.
     staged = ctx.scratch.rows.at[ctx.my_rows]
     store_unoptimised(staged, (out * across(scale, ctx.plan.dim)).astype(ctx.plan.dtype))
     plgpu.commit_smem()
@@ -425,9 +439,11 @@ def store_rows(ctx: ChunkContext, out: jax.Array, m: jax.Array, row_sum: jax.Arr
 
     @pl.when(my_tokens < call.tokens)
     def _() -> None:
+        # A copy has a static size, and must not write the tokens behind: they are of another tile.
         lax.fori_loop(0, my_tokens, lambda begin, _: store_tokens(begin, 1), None)
 
     lse = row_lse(m, row_sum)
+    # Of all rows, as tiles have their own rows of lse; those without a token are not read.
     results.lse.at[work.tile, ctx.kv_head, ctx.warpgroup][...] = lse
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -458,6 +474,7 @@ def chunk_kernel(
     plan = call.plan(query.dtype, query.shape[2])
 
     def body(operands: ChunkOperands[Ref], results: AttentionResults[Ref], scratch: ChunkScratch[Ring, Ref]) -> None:
+        # Nothing is shared between CTAs, so one without a tile simply ends.
         ctx = ChunkContext.of_program(call, plan, operands, results, scratch)
         pl.when(ctx.has_work & (ctx.warpgroup < CONSUMERS))(functools.partial(run_consumer, ctx))
         pl.when(ctx.has_work & (ctx.warpgroup == CONSUMERS))(functools.partial(run_producer, ctx))

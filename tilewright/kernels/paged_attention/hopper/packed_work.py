@@ -207,6 +207,7 @@ def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Arr
     Args:
       lengths: lengths of the sequences of the plan's tiles, ``[tiles]``.
     """
+    # Lengths come from the device: what lies beyond the page table, or is negative, must not be addressed.
     length = jnp.clip(lengths, 0, min(call.capacity, FAR))
     low, high, all_low, all_high = jnp.zeros_like(length), length, jnp.zeros_like(length), length
     if call.right is not None:
@@ -215,6 +216,7 @@ def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Arr
     if call.left is not None:
         low = jnp.clip(plan.position - call.left, 0, length)
         all_low = jnp.clip(plan.position + plan.rows - (call.left + 1), 0, length)
+    # Without keys a tile still has a step (`TileWork.total`), which is fully masked: its rows get 0 and −∞.
     no_keys = high <= low
     low, high = jnp.where(no_keys, 0, low), jnp.where(no_keys, 0, high)
     number = jnp.arange(call.tiles, dtype=jnp.int32)
@@ -246,6 +248,7 @@ def present_pages(page_table: jax.Array, num_pages: int, call: ChunkCall) -> tup
     Returns:
       int32 ``[sequences · call.columns]`` and ``[sequences · call.blocks]``.
     """
+    # Padded with what is no page: blocks of keys are whole, and the last one may have columns that the table lacks.
     table = jnp.pad(page_table, ((0, 0), (0, call.columns - page_table.shape[1])), constant_values=-1)
     present = (table >= 0) & (table < num_pages)
     if call.page_size > call.block_k:
