@@ -130,6 +130,7 @@ def key_value_steps(
     Heads and queries are one loop: a loop around it would take registers, and fill the pipeline anew for each head.
     """
     columns = first_column + tl.arange(0, BLOCK_K)[:, None]
+    # All heads go through the same queries: bounds are those of the union of their ranges.
     steps = (end - start + BLOCK_Q - 1) // BLOCK_Q
     for step in tl.range(0, GROUPS * steps):
         row, head = start + step * BLOCK_Q, first_head
@@ -156,6 +157,7 @@ def key_value_steps(
         if THRESHOLD > 0:
             keep_factor = tl.where(dropout_keep_mask(dropout_key, rows[None, :], columns, THRESHOLD), KEEP_SCALE, 0.0)
             dropped_p = p * keep_factor
+        # Pᵀ is the left operand, which wgmma takes from registers.
         d_v = tl.dot(dropped_p.to(d_o.dtype), d_o, d_v, input_precision=PRECISION)
         d_p = tl.dot(v, tl.trans(d_o), input_precision=PRECISION)
         if THRESHOLD > 0:
@@ -243,6 +245,7 @@ def attention_key_value_gradients(
                 HIGHEST, BANDED, HAS_ROWS, MASK, BIAS, THRESHOLD, KEEP_SCALE,
                 PRECISION, TMA, FUSED, part != 1,
             )  # fmt: skip
+    # dS is the gradient of SCALE · S, so the scale multiplies the sums once.
     store_tile(d_key + key_offset, d_k * SCALE, kv_head, first_column, kv_length, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, TMA)
     store_tile(
         d_value + value_offset, d_v, kv_head, first_column, kv_length, KV_HEADS, BLOCK_K, VALUE_DIM,
@@ -270,6 +273,7 @@ def query_steps(
         k = load_tile(key, kv_head, column, kv_length, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, MASKED, TMA)
         v = load_tile(value, kv_head, column, kv_length, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, MASKED, TMA)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        # Before the exponentials, which it does not depend on.
         d_p = tl.dot(d_o, tl.trans(v), input_precision=PRECISION)
         p, slope = probabilities(
             scores, first_row, rows, column, columns, row_lse[:, None], bias, q_rows, kv_rows, mask,

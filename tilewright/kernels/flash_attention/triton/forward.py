@@ -57,6 +57,7 @@ def forward_steps(
     rows = first_row + tl.arange(0, BLOCK_Q)[:, None]
     for column in tl.range(start, end, BLOCK_K):
         columns = column + tl.arange(0, BLOCK_K)[None, :]
+        # Checked in masked parts only: the middle part consists of whole steps within the length.
         k = load_tile(key, kv_head, column, kv_length, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, MASKED, TMA)
         # Fully visible plain scores stay unscaled here: their scale is applied after the maximum.
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -97,6 +98,7 @@ def forward_steps(
         # Dropout comes after the sum: probabilities are normalised before some are dropped.
         if THRESHOLD > 0:
             p = tl.where(dropout_keep_mask(dropout_key, rows, columns, THRESHOLD), p, 0.0)
+        # Zeros beyond the length: P is 0 there, but 0 times what memory holds may be NaN.
         v = load_tile(value, kv_head, column, kv_length, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, MASKED, TMA)
         accumulator = tl.dot(p.to(v.dtype), v, accumulator, input_precision=PRECISION)
         row_max = new_row_max
@@ -121,6 +123,7 @@ def attention_forward(
     kv_head = head // GROUPS
     KV_HEADS: tl.constexpr = HEADS // GROUPS
     first_row = tile * BLOCK_Q
+    # Added to the pointers once: offsets within a batch element fit 32 bits, and so does the arithmetic of the loop.
     batch_64 = batch.to(tl.int64)
     query += batch_64 * q_length * (HEADS * HEAD_DIM)
     out += batch_64 * q_length * (HEADS * HEAD_VALUE_DIM)
@@ -150,6 +153,8 @@ def attention_forward(
         # l relative to m, which is their log-sum-exp: 1, or 0 where all sinks are −inf.
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
 
+    # A loop for each part, so that the middle one has no mask and no branch in it; PARTS leaves out those that never
+    # run.
     for part in tl.static_range(3):
         if (PARTS >> part) & 1:
             accumulator, row_sum, row_max = forward_steps(
@@ -169,5 +174,6 @@ def attention_forward(
         log_sum = (row_max + tl.log2(safe_row_sum)) * LN2
     log_sum = tl.where(fully_masked, float("-inf"), log_sum)
     tl.store(lse + rows, log_sum, mask=rows < q_length)
+    # The dropout's factor multiplies O once, instead of every P.
     accumulator = accumulator * (KEEP_SCALE / safe_row_sum)[:, None]
     store_tile(out, accumulator, head, first_row, q_length, HEADS, BLOCK_Q, VALUE_DIM, HEAD_VALUE_DIM, TMA)

@@ -176,6 +176,7 @@ def add_to_accumulator(
     ``values`` must be zeros beyond the width and the length, as TMA adds rows beyond the width to the next head.
     """
     if TMA:
+        # A TMA reduction: one instruction for the tile, and no registers for its pointers.
         target.atomic_add([head * WIDTH, start], values)
     else:
         padded = padded_length(length)
@@ -215,6 +216,7 @@ def visible_span(
                 range_max = tl.maximum(range_max, tl.load(ranges + 2 * entry + 1))
         first = tl.maximum(first, range_min)
         end = tl.minimum(end, range_max)
+    # Steps begin at multiples of STEP, so that the parts meet between steps.
     first = first // STEP * STEP
     # Nothing is visible where the end was before the first: all parts are empty then.
     end = tl.maximum(end, first)
@@ -361,7 +363,8 @@ def dropout_keep_mask(dropout_key, rows, columns, THRESHOLD: tl.constexpr):
     """
     key, second = tl.load(dropout_key), tl.load(dropout_key + 1)
     rows, columns = rows.to(tl.uint32), columns.to(tl.uint32)
-    # The first multiplication is one of the rows alone; what follows broadcasts to the tile.
+    # Positions without bit 3: {row, row + 8} × {column, column + 8} share a call. The first multiplication is one of
+    # the rows alone; what follows broadcasts to the tile.
     left = (rows >> 4 << 3) | (rows & 7)
     right = ((columns >> 4 << 3) | (columns & 7)) ^ second
     for _ in tl.static_range(10):

@@ -60,6 +60,7 @@ def gated_rows_by_matrices(
         n = column * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         inside = (row < end)[:, None]
+        # Two accumulators over one loop: a tile of rows is loaded once for both matrices.
         gate = tl.zeros((BLOCK_ROWS, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_ROWS, BLOCK_N), tl.float32)
         if matrix >= 0:
@@ -97,6 +98,7 @@ def added_product(
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds rows of ``left`` times the transpose of a matrix of ``right``, ``[WIDTH, DEPTH]``."""
+    # The transpose is in the strides: matrices are stored as the forward pass reads them.
     depth = tl.arange(0, BLOCK_DEPTH)
     a_pointers = left + row.to(tl.int64)[:, None] * DEPTH + depth[None, :]
     b_pointers = right + matrix.to(tl.int64) * (DEPTH * WIDTH) + depth[:, None] + column[None, :] * DEPTH

@@ -34,11 +34,13 @@ def rows_by_matrices(
     tile = first_tile + program % per_group % count
     column = program % per_group // count
     matrix, first, end = tl.load(tile_matrix + tile), tl.load(tile_first + tile), tl.load(tile_end + tile)
+    # The grid has a program for each tile that there may be: sizes of groups are known on the device only.
     if first < end:
         row = first + tl.arange(0, BLOCK_ROWS)
         n = column * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         inside = (row < end)[:, None]
+        # Stays zeros where rows have no matrix.
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_N), tl.float32)
         if matrix >= 0:
             # In 64 bits: an array may have more than 2³¹ elements. Steps of K are added to the pointers, which takes no

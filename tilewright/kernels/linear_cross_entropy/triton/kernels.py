@@ -131,6 +131,7 @@ def tile_gradient(
     row_tile, column = _tile(tl.program_id(0), tiles, SIZE, BLOCK_V, GROUP)
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     place = column * BLOCK_V + tl.arange(0, BLOCK_V)
+    # The product tells Triton that the first class is a multiple of ALIGN, so that several classes are one load.
     begin, first = tl.load(bounds) * ALIGN, tl.load(bounds + 1)
     classes = begin + place
     logits = _logits(
@@ -139,9 +140,11 @@ def tile_gradient(
     )  # fmt: skip
     inside = row < rows
     label = tl.load(labels + row, mask=inside, other=-1)
+    # Rows to ignore have lse = +inf, and so no probabilities.
     probabilities = tl.exp2((logits - tl.load(lse + row, mask=inside, other=0.0)[:, None]) * LOG2E)
     if EPSILON > 0.0:
         probabilities = tl.where(probabilities < EPSILON, 0.0, probabilities)
+    # In float32 until it is stored: where a probability is near 1 it and the label's −1 cancel.
     gradient = tl.load(of_lse + row, mask=inside, other=0.0)[:, None] * probabilities
     own = classes[None, :] == label[:, None]
     gradient += tl.where(own, tl.load(of_label + row, mask=inside, other=0.0)[:, None], 0.0)
@@ -150,6 +153,7 @@ def tile_gradient(
     if CAP > 0.0:
         ratio = logits * (1.0 / CAP)
         gradient *= 1.0 - ratio * ratio
+    # Blocks may overlap so that all have one size: classes that an earlier block has done get zeros.
     gradient = tl.where(classes[None, :] >= first, gradient, 0.0)
     pointers = out + (row_tile.to(tl.int64) * BLOCK_ROWS * SIZE + column * BLOCK_V)
     pointers += tl.arange(0, BLOCK_ROWS)[:, None] * SIZE + tl.arange(0, BLOCK_V)[None, :]

@@ -53,6 +53,7 @@ def _load(
     eviction: tl.constexpr,
 ):
     """Loads ``blocks`` blocks of columns from ``pointer`` on; 0 beyond the columns and in rows not ``inside``."""
+    # A tuple of blocks: a Triton tensor is a power of two wide, so one for all columns would be up to half empty.
     loaded = ()
     for block in tl.static_range(blocks):
         pointers = pointer + block * block_columns
@@ -177,6 +178,7 @@ def forward(
     """Computes ``out`` and ``total`` of a tile of rows that fit into registers."""
     blocks: tl.constexpr = (columns + block_columns - 1) // block_columns
     padded: tl.constexpr = columns % block_columns != 0
+    # A tensor 0, not a constant: `start` needs its .to().
     group, tile = tl.program_id(0) * 0, tl.program_id(0)
     if weight_stride > 0:
         group, tile = tile // tiles, tile % tiles
@@ -271,6 +273,7 @@ def forward_wide(
     for first in tl.range(0, columns, block_columns):
         column = first + tl.arange(0, block_columns)
         inside = column < columns
+        # Without a residual x is read again below; the residual itself never is.
         value = tl.load(x + start + column, mask=inside, other=0.0, eviction_policy="evict_last")
         if has_residual:
             added = tl.load(residual + start + column, mask=inside, other=0.0, eviction_policy="evict_first")
@@ -505,6 +508,7 @@ def backward(
         w_blocks = _load(weight + weight_start + column, column >= 0, column, blocks, columns, block_columns, True, "")
     for _ in tl.static_range(blocks):
         if has_weight:
+            # One sum for each row of a tile: rows are added up once, at the end, not in every iteration.
             dw_blocks += (tl.zeros([block_rows, block_columns], tl.float32),)
         if has_bias:
             db_blocks += (tl.zeros([block_rows, block_columns], tl.float32),)
@@ -565,6 +569,7 @@ def _sum_over_programs(parts, result, column, columns, programs: tl.constexpr, b
     inside = column < columns
     sums = tl.zeros([block_programs, column.shape[1]], tl.float32)
     for first in tl.static_range(0, programs, block_programs):
+        # The order of these additions depends on shapes only, so that dw and db repeat bit for bit.
         offsets = (group * programs + first + program) * columns + column
         sums += tl.load(parts + offsets, mask=inside & (first + program < programs), other=0.0)
     column_sums = tl.sum(sums, 0)[None, :]

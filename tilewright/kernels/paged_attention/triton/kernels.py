@@ -75,10 +75,13 @@ def _load_queries(
     ``unit`` [block_m] is what rows were divided by.
     """
     pairs: tl.constexpr = 2 if half else 1
+    # With ``half`` even columns here and odd ones in ``q_second``, as `neighbours` splits the keys.
     q = _load_rows(query, row, valid, 0, tile_dim, block_d, pairs, head_dim)
     q_second, q_rest, q_rest_second, unit = q, q, q, 1.0
     if half:
         q_second = _load_rows(query + 1, row, valid, 0, tile_dim, block_d, pairs, head_dim)
+    # A head_dim that is no power of two: the rest is a second, narrower MMA instead of padding the first to twice its
+    # size.
     if block_r > 0:
         q_rest = _load_rows(query, row, valid, tile_dim, head_dim - tile_dim, block_r, pairs, head_dim)
         if half:
@@ -168,6 +171,7 @@ def _masked_logits(
             logits = tl.where(logits < 0, -size, size)
         logits = logits * LOG2E
     else:
+        # Nothing comes between the scale and base 2: one factor.
         logits = scores * (softmax_scale * LOG2E)
     if has_left:
         visible = visible & (distance >= -left)
@@ -273,6 +277,7 @@ def _store(out, lse, row, split, v, valid, row_max, row_sum, acc, value_dim: tl.
     if splits == 1:
         row_lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)
     else:
+        # Base 2, as `combine` goes on with exp2.
         row_lse = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(row_sum))
         row = row * splits + split
     tl.store(
@@ -330,6 +335,7 @@ def attend(
     sequence, token, rows, first, length = query_tile(
         tiles, lengths, tile, num_tiles, packed, q_length, tiles_per_sequence, block_q
     )
+    # The grid has a program for each tile that there may be; how many there are only the device knows.
     if rows <= 0:
         return
     low, start, end = kv_range(
@@ -346,6 +352,7 @@ def attend(
     stored: tl.constexpr = key.dtype.element_ty
     dtype: tl.constexpr = query.dtype.element_ty
     if half:
+        # Two neighbours along d in one load of 16 bits (`elements`).
         key = key.to(tl.pointer_type(tl.int16), bitcast=True)
         value = value.to(tl.pointer_type(tl.int16), bitcast=True)
     q, q_second, q_rest, q_rest_second, unit_m = _load_queries(
@@ -404,6 +411,7 @@ def attend(
             stored, dtype, kv_heads, head_dim, tile_dim, block_d, block_r, exact, half,
         )  # fmt: skip
         if half and dtype != tl.float16:
+            # Undoes the division of the query's rows, before anything is added to the scores.
             scores = scores * unit_m[:, None]
         if has_key_scale:
             scores = scores * (head_key_scale if one_key_scale else k_scale[None, :])
@@ -411,11 +419,13 @@ def attend(
             scores, valid, position, position_m, slope,
             softmax_scale, soft_cap, left, right, has_slopes, has_soft_cap, has_left, has_right,
         )  # fmt: skip
+        # l is summed before P is scaled: it normalises the softmax, not the values.
         p, alpha, row_max, row_sum = _online_softmax(logits, row_max, row_sum, half)
         if scaled_values:
             if half:
                 v_scale, change, value_unit = _scale_in_units(v_scale, value_unit)
                 alpha = alpha * change
+            # Into P, which is float32: a scale of V's rows is one of P's columns.
             p = p * v_scale[None, :]
         values = k
         if not latent:
@@ -425,6 +435,7 @@ def attend(
         )
 
     if half:
+        # Interleaves even and odd columns.
         acc = tl.reshape(tl.join(acc, acc_second), [block_m, block_v])
     v = tl.arange(0, block_v)
     if scaled_values and half:
@@ -432,6 +443,7 @@ def attend(
     if values_have_scale and one_value_scale:
         acc = acc * head_value_scale
     if splits == 1 and num_sinks > 0:
+        # Sinks count once for a row: with several splits `combine` adds them.
         row_max, row_sum, acc = _add_sinks(sinks, head, valid_m, row_max, row_sum, acc, num_sinks, block_sinks)
     _store(out, lse, out_row, split, v, valid_m, row_max, row_sum, acc, value_dim, splits)
 
@@ -459,6 +471,7 @@ def combine(
         sink = tl.load(sinks + head * num_sinks + i, mask=i < num_sinks, other=float("-inf")).to(tl.float32) * LOG2E
         max_lse = tl.maximum(max_lse, tl.max(sink, 0))
     shift = tl.where(max_lse == float("-inf"), 0.0, max_lse)
+    # exp2(lse) is a split's l relative to a common maximum, by which its normalised O is weighted.
     scale = tl.exp2(split_lse - shift)
     row_sum = tl.sum(scale, 0)
     if num_sinks > 0:

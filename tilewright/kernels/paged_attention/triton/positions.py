@@ -21,6 +21,7 @@ def query_tile(
         token = tl.load(tiles + num_tiles + tile)
         rows = tl.load(tiles + 2 * num_tiles + tile)
         first = tl.load(tiles + 3 * num_tiles + tile)
+        # FAR leaves room for sums of positions and windows in int32.
         length = tl.minimum(tl.maximum(tl.load(lengths + sequence), 0), FAR)
     else:
         sequence = tile // tiles_per_sequence
@@ -69,6 +70,7 @@ def page_numbers(table_row, first, end, page_size: tl.constexpr, block_n: tl.con
       table_row: pointer to the row of the sequence.
       pages: entries of a block, one for each page; if 0, one for each position.
     """
+    # Whole pages in a block: one entry for each, broadcast to its rows later. Else each position looks up its own.
     if pages > 0:
         position = first + tl.arange(0, pages) * page_size
     else:
@@ -104,6 +106,7 @@ def page_rows(
         exists = (page >= 0) & (page < num_pages)
         valid = (position >= low) & (position < tl.where(exists, end, 0))
         page = tl.where(exists, page, 0)
+        # ``at`` is a multiple of block_n, which divides a page here: no division for each row.
         page_row = at % page_size + n
     return page, page_row, valid
 
