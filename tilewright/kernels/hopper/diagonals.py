@@ -38,6 +38,7 @@ def add_along_diagonals(tile: jax.Array, target: Ref, row_stride: int) -> None:
         bit for bit if no other warp adds to it.
       row_stride: elements from a row to the next.
     """
+    # All warps add to one row, or each to its own.
     stride = row_stride if target.shape[0] > 1 else 0
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))

@@ -91,6 +91,7 @@ class Layout:
     def offsets(self) -> np.ndarray:
         """Offsets of all coordinates in the order of their integers."""
         offsets = np.zeros(1, np.int64)
+        # The first leaf is the fastest digit, so it varies along the last axis here.
         for extent, step in self.flat:
             offsets = (np.arange(extent)[:, None] * step + offsets).reshape(-1)
         return offsets

@@ -31,11 +31,14 @@ def zero_lines(panel: Any, first: Any) -> None:
     lines_per_store = WARPGROUP_THREADS // vectors_per_line
     assert row_atoms * atom_rows % lines_per_store == 0, panel.type
 
+    # 128 threads of 16 bytes each cover 16 lines at a time. A line is zeroed as a whole, so its swizzle does not
+    # matter.
     thread = arith.andi(utils.thread_idx(), utils.c(WARPGROUP_THREADS - 1, i32))
     line = arith.divui(thread, utils.c(vectors_per_line, i32))
     pointer = utils.getelementptr(utils.memref_ptr(panel), [arith.muli(thread, utils.c(VECTOR_BYTES, i32))], i8)
     vector = ir.VectorType.get((VECTOR_BYTES // 4,), i32)
     zeros = arith.constant(vector, ir.DenseElementsAttr.get_splat(vector, ir.IntegerAttr.get(i32, 0)))
+    # Unrolled, with a predicate for each store: where the range ends only the device knows.
     for number in range(row_atoms * atom_rows // lines_per_store):
         own = arith.addi(line, utils.c(number * lines_per_store, i32))
         with utils.when(arith.cmpi(arith.CmpIPredicate.sge, own, first.registers.item())):

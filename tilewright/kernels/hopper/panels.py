@@ -79,6 +79,7 @@ class PanelRef:
     @property
     def by_width(self) -> "tuple[PanelRef, ...]":
         """The panels of one width, and the narrower last one, if there is one."""
+        # Panels of one width are one MMA; a narrower one has another swizzle, and takes an MMA of its own.
         groups, first = [], 0
         for _, found in itertools.groupby(ref.shape[-1] for ref in self.operands):
             chosen = slice(first, first := first + len(list(found)))

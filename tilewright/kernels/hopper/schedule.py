@@ -122,6 +122,7 @@ def fewest_at_once(row_steps: np.ndarray, matrices: int, cached: int, group: int
     def time(at_once: int) -> float:
         return _owners(program_order(row_steps, matrices, at_once), row_steps, programs)[1]
 
+    # As many as the cache holds leave the fewest CTAs idle: no smaller number may end later than that.
     longest = time(cached)
     while at_once < cached and time(at_once) > longest:
         at_once *= 2
@@ -164,6 +165,7 @@ def item_by_arithmetic(
         return None
 
     def item(position: Scalar) -> jax.Array:
+        # In the order of `program_order`: by group, in it by row of tiles, then by matrix.
         size = jnp.int32(sizes[0])
         group = lax.div(position, size * tiles)
         row, matrix = lax.div(position - group * (size * tiles), size), lax.rem(position, size)

@@ -31,6 +31,7 @@ def split_scale(softmax_scale: float) -> tuple[float, float]:
 
     A positive scale folds into the exponent, where it costs nothing.
     """
+    # A scale that is not positive would turn a maximum of S into a minimum of the logits: it is applied first.
     scale = softmax_scale * LOG2E
     return (1.0, scale) if scale > 0 else (scale, 1.0)
 

@@ -115,6 +115,7 @@ def gathered_matmul(
         -(-k // plan.lhs.block_k),
         plan.tile,
     )
+    # The received rows are a result only because XLA allocates results: the op throws them away.
     results = Received(
         jax.ShapeDtypeStruct((batches * ring.devices * rows, n), out_dtype),
         jax.ShapeDtypeStruct((ring.devices - 1, *own_rows.shape), lhs.dtype),
@@ -123,6 +124,7 @@ def gathered_matmul(
     programs = min(num_sms // params.cluster, schedule.items())
     senders = min(SENDERS, programs * params.cluster)
     pieces = Pieces.of(own_rows.shape, lhs.dtype)
+    # Over the steps of the own rows: behind them come those that others send in this time.
     pace = sending_pace(pieces.count // senders + 1, schedule.items_of_part // programs * schedule.steps)
 
     def body(operands: Operands, results: Received, scratch: GatheringScratch) -> None:
@@ -267,6 +269,7 @@ class RowsSender:
         """The pieces for the device for which this one's rows are number ``slot`` of the received ones; or none."""
         context, device = self.context, self.ring.before(slot + 1)
         ((own, _),) = context.operands.products
+        # By CTA, not by cluster: each has a producer of its own.
         number = context.program * context.plan.params.cluster + context.cta
 
         def place(index: Scalar) -> tuple[Any, Any]:

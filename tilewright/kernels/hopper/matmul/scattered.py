@@ -158,6 +158,7 @@ def scattered_matmul(
     own = ring.index().astype(jnp.int32)[None]
     schedule = ScatteredSchedule(own, devices, batches, rows, n, -(-k // plan.lhs.block_k), plan.tile)
     tiles = tiles_of_part(schedule)
+    # Tile by tile, not as a matrix: a piece is contiguous, and both devices number tiles alike.
     wide = jax.ShapeDtypeStruct((devices - 1, tiles, *tile_shape(plan)), jnp.float32)
     # Each CTA has an item of every part.
     programs = min(num_sms // params.cluster, schedule.items_of_part)
@@ -263,6 +264,7 @@ def run_scattering_consumer(scatter: ScatterContext) -> None:
 def keep(scatter: ScatterContext, tile: jax.Array, work: Work, index: Scalar) -> None:
     """Stores a tile that belongs to another device, and tells the producer."""
     context = scatter.matmul
+    # The target is the tile itself, so its rows begin at this consumer's, and its columns at 0.
     target, in_tile = scatter.arrays.kept.at[work.part, scatter.tile(index)], work._replace(column=0)
     store_tile((tile,), target, scatter.scratch.kept.at[context.warpgroup], in_tile, context.first_row)
     # Not read-only: the bytes must be in global memory, from where the producer sends them.

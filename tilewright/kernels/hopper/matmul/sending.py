@@ -49,6 +49,7 @@ class Ring:
 
     def before(self, places: Scalar) -> Any:
         """The device so many places before this one, as coordinates in the mesh."""
+        # Not negative, as lax.rem keeps the sign.
         other = lax.rem(self.index() + (self.devices - places), jnp.int32(self.devices))
         return tuple(other if name == self.axis else lax.axis_index(name) for name in self.axes)
 
@@ -70,6 +71,7 @@ class Pieces:
         """Large pieces of a matrix whose rows are multiples of 16 bytes."""
         rows, columns = shape
         size = jnp.dtype(dtype).itemsize
+        # Whole rows where they fit, so that pieces are contiguous; else parts of one row.
         most = PIECE_BYTES // size
         width = share_of(columns, most, TMA_STRIDE_BYTES // size)
         return cls(rows, columns, share_of(rows, most // columns, 1) if width == columns else 1, width)
@@ -96,6 +98,7 @@ class Pieces:
 
 def share_of(size: int, most: int, unit: int) -> int:
     """The largest multiple of ``unit`` up to ``most`` that divides ``size``, or near it where that is small."""
+    # A divisor leaves nothing to overlap; one of less than half of a piece would take too many copies.
     shares = [share for share in range(unit, most + 1, unit) if size % share == 0]
     if shares and 2 * shares[-1] >= most:
         return shares[-1]
