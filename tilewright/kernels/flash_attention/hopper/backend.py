@@ -320,6 +320,7 @@ class PallasGpuFlashAttention(
             shape = dq_accumulator_shape(params.block_q, batch, heads, q_length, dims[0])
             tile = SharedTile((ROWS, dims[1]), out.dtype, panelled=panelled)
             zeros, counters = delta_kernel(out, d_out, statistics, shape, tile)
+            # A reference: the kernel for dK and dV adds to it in place.
             accumulator = jax.new_ref(zeros)
         extent = Extent(kv_length, q_length, params.block_k, params.block_q)
         # Rows are keys here, and those beyond the end have to be masked; columns are queries, see ``shift``.

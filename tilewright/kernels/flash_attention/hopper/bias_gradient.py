@@ -163,6 +163,7 @@ class BiasGradient:
         if self.is_matrix:
             assert staging is not None
             for begin in range(0, ROWS, self.tile_queries):
+                # One buffer for each warpgroup: `_fill` waits until the copy before has read it.
                 part = ds if self.tile_queries == ROWS else ds[:, begin : begin + self.tile_queries]
                 self._fill(staging, part)
                 target = ref.at[b, h, pl.ds(coord.q_start + begin, self.tile_queries), keys]
@@ -171,6 +172,8 @@ class BiasGradient:
                 else:
                     store_tile(staging, target)
             return
+        # A row for each tile of queries, so that each is the sum of one step; steps add to one only where heads share
+        # the bias.
         target, sums = ref.at[b, h, lax.div(coord.q_start, jnp.int32(ROWS)), keys], ds.sum(axis=1)
         if not self.added:
             store_unoptimised(target, sums)
@@ -212,6 +215,7 @@ class BiasGradient:
             store_tile(staging, target)
 
         per_column = schedule.extent.block_columns // size
+        # The buffer keeps its zeros, so the stores below wait for nothing.
         low, high = schedule.columns(row_tile)
         for first, last in ((0, low), (high, schedule.extent.column_tiles)):
             if not isinstance(first, int) or not isinstance(last, int) or first < last:

@@ -203,6 +203,7 @@ def convert_kernel(
 
         def convert() -> None:
             dq = load_dq_accumulator(refs.accumulator, b, head, row_tile, block_q, tile.shape[1])
+            # By TMA, which leaves out rows and columns beyond the end.
             staging[...] = (dq * scale).astype(dtype)
             plgpu.commit_smem()
             store_tile(staging, target.at[b, pl.ds(row_tile * ROWS, ROWS), head])
@@ -212,6 +213,7 @@ def convert_kernel(
             convert()
         else:
             item = refs.tiles[program, 1]
+            # No rows are converted twice, and none is left out: ``done`` is 1 only where the overlapped conversion ran.
             pl.when((item < 0) | (refs.done[lax.max(item, jnp.int32(0))] == 0))(convert)
 
     out_type = jax.ShapeDtypeStruct(shape, dtype) if result is None else None

@@ -64,6 +64,7 @@ def bits_of_tile(key: tuple[jax.Array, jax.Array], coord: TileCoord, threshold: 
     def drawn(_: Any, first: Any, second: Any, row_start: Any, column_start: Any) -> Any:
         return draw((first, second), (row_start, column_start), columns, coord.q_axis == 1, threshold)
 
+    # Positions are of the whole matrix of scores, so that every kernel and tile size draws the same bits.
     return drawn(*key, *(jnp.asarray(start, jnp.int32) for start in starts))
 
 

@@ -263,6 +263,8 @@ class BackwardPlan:
         if self.bias_dtype is None and self.bias_gradient is None:
             return [unstaged]
         found = []
+        # A bias in shared memory is given up last: before it go the output buffers, in parts and then as a whole, and
+        # the second stage of dS.
         for memory in (unstaged,) if self.bias_dtype is None else (unstaged._replace(stages_bias=True), unstaged):
             found.append(memory)
             if self._may_share_d_bias:
@@ -277,6 +279,7 @@ class BackwardPlan:
         gradient = self.bias_gradient
         if gradient is None or not gradient.exact or self.partial_gradients:
             return False
+        # The buffer has 64 columns, and dK and dV pass through it in such parts.
         whole = self.head_dim % ROWS == 0 and self.value_dim % ROWS == 0
         return whole and jnp.dtype(gradient.dtype) == jnp.dtype(self.dtype)
 
@@ -345,6 +348,7 @@ class BackwardPlan:
 
     @property
     def statistics_ring(self) -> RingPlan:
+        # Both rows in one copy, without a swizzle: threads read them, wgmma does not.
         return RingPlan(SharedTile((2, self.params.block_q), jnp.float32, 0), self.params.num_stages, CONSUMERS)
 
     @property
@@ -370,6 +374,7 @@ class BackwardPlan:
     def dq_mma_tiles(self) -> list[DqMmaTile]:
         """The MMAs for a step's dQ, with accumulators of 32 registers at most."""
         return [
+            # 64 × 64 of float32 over 128 threads are 32 registers, of 72 that the dQ warpgroup has.
             DqMmaTile(row, column, min(64, self.head_dim - column))
             for row in range(0, self.params.block_q, ROWS)
             for column in range(0, self.head_dim, 64)
@@ -378,6 +383,7 @@ class BackwardPlan:
     @property
     def registers(self) -> RegisterSplit:
         """Registers of the warpgroup roles."""
+        # 208 + 208 + 72 + 24 = 512: what four warpgroups start with. More would block setmaxnreg for ever.
         return DQ_REGISTERS if self.has_dq_warpgroup else REGISTERS[CONSUMERS]
 
     @property

@@ -182,10 +182,13 @@ def prepare_scores(
             rest_of_row = -bias.shape[3] % (TMA_STRIDE_BYTES // bias.dtype.itemsize)
             q_padded, kv_padded = bias.shape[2], bias.shape[3] + rest_of_row
         sizes = zip(bias.shape[2:], (q_padded, kv_padded), strict=True)
+        # Dimensions of 1 are broadcast, not padded. Others are padded to whole tiles where threads load them,
+        # unclipped.
         widths = [(0, 0), (0, 0), *((0, 0 if size == 1 else padded - size) for size, padded in sizes)]
         bias = jnp.pad(bias, widths) if any(width != (0, 0) for width in widths) else bias
     values: Any = None
     if inputs.position_bias is not None:
+        # Over the scale, because S starts from them and is multiplied by it afterwards.
         values = inputs.position_bias.values.astype(jnp.float32) * (1 / options.scale)
         if inputs.position_bias.kind == "alibi":
             values = -values
@@ -334,6 +337,7 @@ class BiasTiles:
           transposed: whether the tile of scores is ``[keys, queries]``.
           present: whether the step exists; if not, what an earlier one left is read.
         """
+        # One ring for all consumers: slots and parities of each follow from loads that alternate between them.
         index = step * self.consumers + consumer
         when(present, lambda: self.ring.load_from_shared(index))
         tile: Any = self.ring.get_mma_tile(index)

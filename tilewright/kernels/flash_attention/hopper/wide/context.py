@@ -84,11 +84,14 @@ class WideContext:
     @property
     def overlaps_next_step(self) -> bool:
         """True if dP of the next step is computed beside dK, and S beside dV without waiting for the stage of dO."""
+        # With one stage dO of a step must be released before that of the next can arrive.
         return self.plan.params.d_out_stages > 1
 
     @property
     def p_in_registers(self) -> bool:
         """True if operand A of dV stays in registers, so that shared memory need not feed it."""
+        # With another factor of dS there are two tiles of P, and where dQ is added up its columns are in registers
+        # besides.
         return not self.plan.fuses_dq and not has_separate_ds_factor(self.options)
 
     @property

@@ -207,6 +207,7 @@ class DvWarpgroup:
         """Issues the MMA dV += P·dO."""
         d_out_ring, p_ring, buffer = self.ctx.scratch.d_out, self.ctx.scratch.p, self.ctx.scratch.p_dv
         d_out_ring.load_from_shared(step)
+        # One stage each, so no slot is computed.
         p_smem = (p_ring.smem if buffer is None else buffer).at[0]
         mma(dv, p if self.ctx.p_in_registers else p_smem, d_out_ring.get_mma_tile(step))
 

@@ -61,6 +61,7 @@ class QueryIterations:
         zero: Scalar,
     ) -> "QueryIterations":
         """The iterations of a tile of keys, whose key head has ``group`` query heads from ``first_head`` on."""
+        # Bands have no tables, and tables of one head serve all: the number of steps is then a product, without a loop.
         same_for_all = group == 1 or not tables or tables[0].shape[1] == 1
         shared = schedule.steps(tables, batch, first_head, row_tile) if same_for_all else None
         return cls(schedule, tables, batch, first_head, group, row_tile, shared, zero)
