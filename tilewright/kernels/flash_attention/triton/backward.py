@@ -105,6 +105,7 @@ def probabilities(
         )
         p = tl.exp2(logits * LOG2E - lse_log2)
     else:
+        # Normalised at once, as lse holds l: no maximum and no division. One FMA.
         p = tl.exp2(scores * (SCALE * LOG2E) - lse_log2)
     if MASKED:
         visible = visibility_mask(

@@ -318,6 +318,7 @@ def visibility_mask(
     row_inside, column_inside = rows < q_length, columns < kv_length
     visible = column_inside & row_inside
     if BANDED:
+        # Indices fit 32 bits, unlike positions below.
         difference = columns - rows
         visible = visible & (difference >= LOWEST) & (difference <= HIGHEST)
     if HAS_ROWS:

@@ -62,6 +62,7 @@ class HopperGroupedMatmul(
     def candidates(self, problem: GroupedProblem, device: Device, direction: Direction) -> Iterable[Params]:
         sms, groups = num_sms(device), problem.groups
         if _is_narrow(problem):
+            # A step has 128 bytes of K: of 8-bit elements half as many steps.
             listed = rows_candidates(problem.rows, groups, problem.n, problem.k // 2, sms)
             return [params for params in listed if not self.config_reasons(problem, device, direction, params)]
         if direction == "forward":

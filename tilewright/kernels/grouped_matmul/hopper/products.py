@@ -88,6 +88,7 @@ def rows_plan(
 
 def reduction_plan(dtype: DTypeLike, params: MatmulParams, out_dtype: DTypeLike) -> MatmulPlan:
     """The plan of `outer_products`: in panels, for a group's rows begin anywhere."""
+    # Both [rows, x]: the rows are K, and wgmma transposes both operands as it reads them.
     layout = OperandLayout(jnp.dtype(dtype), True)
     return MatmulPlan(params, layout, (layout,), out_dtype)
 
@@ -98,6 +99,7 @@ def scales_of(inputs: GroupedInputs, params: MatmulParams) -> Scales:
     k_blocks, n_blocks = (-(-size // SCALE_BLOCK) for size in (k, n))
     of_rows, of_columns = by_blocks(inputs.lhs_scale), by_blocks(inputs.rhs_scale)
     number = factor(inputs.lhs_scale, inputs.rhs_scale)
+    # Ones where a call has none: the kernel takes scales of both operands (`scaled` says why).
     if of_rows is None:
         of_rows = jnp.ones((rows, k_blocks), jnp.float32)
     if of_columns is None:

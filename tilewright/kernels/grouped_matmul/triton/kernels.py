@@ -69,6 +69,7 @@ def outer_products(
     BLOCK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of ``leftᵀ · right`` over the rows of one group; zeros if it has none."""
+    # The tiles of one matrix are neighbours: they read the same rows of both sides.
     across: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT
     per_matrix: tl.constexpr = across * ((LEFT + BLOCK_LEFT - 1) // BLOCK_LEFT)
     program = tl.program_id(0)

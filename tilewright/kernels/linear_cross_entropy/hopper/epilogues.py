@@ -53,6 +53,7 @@ class Part:
 
     def own(self, labels: jax.Array) -> jax.Array:
         """True at the class of each row's label."""
+        # Compared within the part, so that the iota is the same constant for all parts.
         return self.columns() == self.spread(labels - self.column)
 
     def before_cap(self, gradient: jax.Array) -> jax.Array:
@@ -133,6 +134,7 @@ class SoftmaxSums:
         for part in parts[1:]:
             highest = jnp.maximum(highest, part.logits.max(axis=1))
         highest = jnp.maximum(highest, LOWEST)
+        # Scaled once for each row: below it is one FMA with the subtraction.
         scaled = highest * LOG2E
         total = label_logit = logit_sum = jnp.zeros_like(highest)
         kept = []
@@ -181,6 +183,7 @@ class LogitGradients:
             rows_of(each, place, rows) for each in (self.labels, self.lse, self.of_lse, self.of_label)
         )
         of_sum = None if self.of_sum is None else rows_of(self.of_sum, place, rows)
+        # An ignored row has lse = +inf: its probabilities are 0.
         scaled, gradients = lse * LOG2E, []
         for part in self.tiles.parts(sums[0], place):
             probabilities = jnp.exp2(part.logits * LOG2E - part.spread(scaled))

@@ -50,6 +50,7 @@ def softmax_sums(
     column_tiles = -(-vocab // tile.block_n)
     tail = vocab if vocab % (tile.block_n * tile.cluster_n) else None
     padding, padded = _padding(tokens, tile)
+    # Whole tiles of whole clusters: each CTA stores its sums, also those beyond the last class or token.
     vector = jax.ShapeDtypeStruct((-(-column_tiles // tile.cluster_n) * tile.cluster_n, padded), jnp.float32)
     results = [vector] * (4 if sums_logits else 3)
     if keep:

@@ -90,6 +90,7 @@ def tile_statistics(
     # What needs the logits comes first: with the exponentials they would not fit into registers.
     own = tl.sum(tl.where(classes[None, :] == label[:, None], logits, 0.0), 1)
     is_here = (label >= begin) & (label < tl.minimum(begin + BLOCK_V, VOCAB))
+    # One program has a row's label, so plain stores suffice; a label that is no class has none, and stays unwritten.
     tl.store(label_logit + row, own, mask=inside & is_here)
     if SUM:
         tl.store(logit_sum + partial, tl.sum(tl.where(class_inside, logits, 0.0), 1), mask=inside)

@@ -355,6 +355,7 @@ def attend(
         # Two neighbours along d in one load of 16 bits (`elements`).
         key = key.to(tl.pointer_type(tl.int16), bitcast=True)
         value = value.to(tl.pointer_type(tl.int16), bitcast=True)
+    # Kept in registers over the loop, as all of the keys are for it.
     q, q_second, q_rest, q_rest_second, unit_m = _load_queries(
         query, out_row, valid_m, head_dim, tile_dim, block_d, block_r, half
     )
@@ -439,6 +440,7 @@ def attend(
         acc = tl.reshape(tl.join(acc, acc_second), [block_m, block_v])
     v = tl.arange(0, block_v)
     if scaled_values and half:
+        # Back from units of the largest scale.
         acc = acc * value_unit
     if values_have_scale and one_value_scale:
         acc = acc * head_value_scale

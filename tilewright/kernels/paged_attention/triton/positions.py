@@ -98,6 +98,7 @@ def page_rows(
         if pages > 0:
             page = tl.reshape(tl.broadcast_to(page[:, None], [pages, page_size]), [block_n])
         valid = valid & (page >= 0) & (page < num_pages)
+        # In 64 bits: a cache may have more than 2³¹ elements.
         page = tl.where(valid, page, 0).to(tl.int64)
         page_row = position % page_size
     else:
@@ -116,6 +117,7 @@ def _load_scale(
     scale, page, row, head, valid, page_stride: tl.constexpr, row_stride: tl.constexpr, head_stride: tl.constexpr
 ):
     """Scales of the tokens of a step, [block_n]; 0 where they are not valid."""
+    # Strides of 0 broadcast a scale that tokens, pages or heads share.
     return tl.load(scale + page * page_stride + row * row_stride + head * head_stride, mask=valid, other=0.0)
 
 
