@@ -1,4 +1,4 @@
-"""Tiles whose elements depend on the difference of column and row alone, and sums along the diagonals of a tile."""
+"""Tiles whose elements depend only on the difference of column and row, and sums along the diagonals of a tile."""
 
 from typing import Any
 

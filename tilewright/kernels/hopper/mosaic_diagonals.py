@@ -1,4 +1,4 @@
-"""Tiles with one value on each diagonal, in Mosaic GPU's own terms, below Pallas: `diagonals` alone calls it.
+"""Tiles with one value on each diagonal, in Mosaic GPU's own terms, below Pallas: only `diagonals` calls it.
 
 A thread of a warpgroup holds, of an accumulator ``[64, columns]``, the elements of rows 16 · warp + g + 8h and columns
 8k + 2t + e, where g = lane / 4, t = lane % 4, and h, e are 0 or 1. So the difference of column and row is a part of the
@@ -130,7 +130,7 @@ def add_diagonal_sums(tile: Any, target: Any, warp_stride: int) -> None:
         return utils.c(value, i32)
 
     def own_sum(m: int, e: int) -> Any:
-        """The sum of the thread's own elements with h − k = m, of which there are two at most, and one e."""
+        """The sum of the thread's own elements with h − k = m, two at most, and one e."""
         parts = [
             llvm.extractelement(tile.registers[index], constant(e))
             for index in np.ndindex(tile.registers.shape)

@@ -70,7 +70,7 @@ class _Words:
         return self.llvm.inline_asm(value.type, [bits, value], code, "=f,r,f")
 
     def changed_halves(self, bits: Any, places: list[int], value: Any, negates: bool) -> Any:
-        """A word of two floats, of which each is 0, or is negated, where its bit is 0."""
+        """A word of two floats: each becomes 0, or its negative, where its bit is 0."""
         changes = ("xor.b32 $0, $0, 0x00008000", "xor.b32 $0, $0, 0x80000000")
         if not negates:
             changes = ("and.b32 $0, $0, 0xffff0000", "and.b32 $0, $0, 0x0000ffff")
@@ -130,10 +130,10 @@ def words_of_bits(
 
 
 def select(bits: Any, first_word: int, tile: Any, transposed: bool, negates: bool) -> Any:
-    """A tile with 0 where an element is dropped; or with the negative, in 16 bits alone.
+    """A tile with 0 where an element is dropped; or, only in 16 bits, with its negative.
 
     Args:
-      bits: words of `draw`, of which those of the tile begin with ``first_word``.
+      bits: words of `draw`; those of the tile begin with ``first_word``.
       tile: in the accumulator's layout, of 16 or of 32 bits.
       transposed: as for `draw`.
     """

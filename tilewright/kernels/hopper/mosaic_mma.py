@@ -1,4 +1,4 @@
-"""wgmma on tiles of panels, in Mosaic GPU's own terms, below Pallas: `panels.mma` alone calls it."""
+"""wgmma on tiles of panels, in Mosaic GPU's own terms, below Pallas: only `panels.mma` calls it."""
 
 import importlib
 from typing import Any, NamedTuple

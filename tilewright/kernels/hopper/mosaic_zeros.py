@@ -1,4 +1,4 @@
-"""Zeros in rows of a tile in shared memory, in Mosaic GPU's own terms, below Pallas: `mask.py` alone calls it."""
+"""Zeros in rows of a tile in shared memory, in Mosaic GPU's own terms, below Pallas: only `mask.py` calls it."""
 
 import importlib
 from typing import Any

@@ -53,7 +53,7 @@ class SoftmaxTile(NamedTuple):
     """The softmax of one tile of logits and the statistics of rows after it.
 
     Attributes:
-      p: P, ``[64, keys]``, of which PV is computed.
+      p: P, ``[64, keys]``, the operand of PV.
       alpha: ``[64]``, exp2(m before the tile − m): rescales what was summed before.
       m: ``[64]``, running maximum of a row's logits, in base 2 or, if so asked, in their unit.
       row_sum: l, ``[64]``, running sum of a row's P.

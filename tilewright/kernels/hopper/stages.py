@@ -8,7 +8,7 @@ of them is then filled again only when the consumers of all of them have release
     consumer                            wait full[s] · wgmma reads slot s · arrive on empty[s] of every CTA
 
 A consumer waits for every phase of a barrier that it waits for at all, as a thread counts phases by its own waits. So
-consumers that have steps of their own, of which the others know nothing, have barriers ``full`` of their own, too.
+consumers with steps of their own, which the others do not wait for, also have barriers ``full`` of their own.
 """
 
 import dataclasses

@@ -35,7 +35,7 @@ Step i, with ``block_q`` 64; time runs to the right, and what stands below each 
     consumer, ALU           P(i)           dS(i)          dS(i) -> ds     P(i+1)         dS(i+1)
     dQ warpgroup    ... add dQ(i-2)     dQ(i-1) -> dq, add dQ(i-1)     dQ(i) -> dq, add dQ(i)  ...
 
-dS waits for dP alone, so it is computed beside the MMA for dV. Where registers do not suffice for S of the next step
+dS waits only for dP, so it is computed beside the MMA for dV. Where registers do not suffice for S of the next step
 beside dK (``KeyValueContext.overlaps_next_s``), S is computed at the beginning of its step, with nothing beside it.
 With a bias or a soft cap −lse is added behind them instead; with dropout, −delta behind its scale.
 """
@@ -419,7 +419,7 @@ def compute_ds(tiles: StepTiles, p: ProbabilityTiles, dv: Ref, begin: int, dp: R
         # MMAs complete in the order of their issue: all but the last one is dP, and dV goes on beside the next lines.
         dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=1)
     else:
-        # dV waits for dS, for there are no registers for P with and P without what is dropped.
+        # dV waits for dS: there are not enough registers to keep P both with and without dropout.
         dp_tile = zero_dropped(plgpu.wgmma_accumulator_load(dp, wait_n=0), p.bits, sub_tile, begin)
         dp_tile = dp_tile * (1 / (1 - ctx.options.dropout_prob))
         dp_tile = dp_tile + load_statistic(ctx, step.index, MINUS_DELTA, begin, ROWS)
@@ -469,7 +469,7 @@ def accumulate_dk(tiles: StepTiles, ds: list[jax.Array], dk: Ref, next_s: Ref | 
 
 
 def clear_skipped(ctx: KeyValueContext, item: Scalar, after: Scalar) -> None:
-    """Stores zeros where the gradient of a bias has tiles that are no steps, unless the array has been cleared.
+    """Stores zeros where the gradient of a bias has tiles without a step, unless the array has been cleared.
 
     Args:
       after: the index of the step behind the item.

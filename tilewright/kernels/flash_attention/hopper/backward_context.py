@@ -228,7 +228,7 @@ def interleaved_at_once(
       row_steps: of each row of tiles; with the same number in all of them heads stay in step.
       query_bytes: of Q, dO and dQ of the query heads of an item. If those of all items that run at a time fit the
         cache, no order helps, and interleaved the fewer that add to a row of dQ at a time cost more (3 % of 2048 causal
-        queries of head_dim 64, 32 heads of which four share keys).
+        queries of head_dim 64, 32 heads, four to a key head).
     """
     if parts.size == 1 or parts.group % parts.parts or not isinstance(schedule, BandSchedule):
         return 0

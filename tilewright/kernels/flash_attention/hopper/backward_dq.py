@@ -37,7 +37,7 @@ def accumulate_dq_of_item(ctx: KeyValueContext, item_index: Scalar, item: Scalar
     """Role of the dQ warpgroup in one work item: adds its part of dQ, and converts rows of another item meanwhile.
 
     Returns:
-      the index of the step after those of the item, of which ``first`` is the first.
+      the index of the step behind those of the item, whose first one is ``first``.
     """
     b, kv_head, _ = ctx.decode(item)
     # Requested before the wait for K, so that the latency of one load hides that of the other.

@@ -73,7 +73,7 @@ NUM_STAGES = 2  # of the rings of K and V
 
 
 class QueryScratch[R, M](NamedTuple):
-    """Shared memory of the kernel for dQ alone: plans of rings and a type or, in the kernel, what they bind.
+    """Shared memory of the kernel that computes only dQ: plans of rings and a type or, in the kernel, what they bind.
 
     Attributes:
       q, d_out, statistics: tiles of a work item.
@@ -93,7 +93,7 @@ class QueryScratch[R, M](NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueryPlan:
-    """The shared memory of the kernel for dQ alone: 128 queries per work item, ``block_k`` keys per step.
+    """The shared memory of the kernel that computes only dQ: 128 queries per work item, ``block_k`` keys per step.
 
     Attributes:
       bias_dtype: of a bias that passes through shared memory, or None.
@@ -278,7 +278,7 @@ class QueryTile:
 def complete_delta(tile: QueryTile, minus_lse: jax.Array, d_lse: jax.Array) -> jax.Array:
     """Computes −delta of a consumer's rows, and stores it for the kernel for dK and dV."""
     ctx, v_ring, d_out_ring = tile.ctx, tile.ctx.scratch.v, tile.ctx.scratch.d_out
-    # Each consumer has to release every stage, of which it may read one alone.
+    # Each consumer has to release every stage, although it may read only one.
     steps = [ctx.v_ring_step(tile.item_index, tile.first, number) for number in range(ctx.plan.out_steps)]
     for step in steps:
         v_ring.load_from_shared(step)
@@ -362,7 +362,7 @@ def compute_ds(tile: QueryTile, step: KeyStep, statistics: StatisticTiles, s: Re
     mma(s, q, rings.k.get_mma_tile(step.k_step, transposed=True))
     rings.v.load_from_shared(step.v_step)
     mma(dp, d_out, rings.v.get_mma_tile(step.v_step, transposed=True))
-    # Waits for S alone: P is computed while the MMA for dP is in flight.
+    # Waits only for S: P is computed while the MMA for dP is in flight.
     bits = draw_kept(options, ctx.operands.arrays, step.coord)
     logits, tanh = plgpu.wgmma_accumulator_load(s, wait_n=1), None
     if not options.plain:

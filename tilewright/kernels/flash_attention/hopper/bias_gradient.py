@@ -198,7 +198,7 @@ class BiasGradient:
     def clear_skipped(
         self, ref: Ref, staging: Ref | None, schedule: TileSchedule, row_tile: Scalar, coord: TileCoord
     ) -> None:
-        """Stores zeros to the tiles of 64 keys that are no steps, where the kernel stores all of the array.
+        """Stores zeros to the tiles of 64 keys that have no step, where the kernel stores all of the array.
 
         Args:
           row_tile: of the schedule, whose columns are queries.
@@ -241,7 +241,7 @@ class PositionGradient:
     It takes the place of a `BiasGradient` in these kernels. ALiBi: for each batch element, head and key the sum of
     dS · |i − j| over the queries, which one warpgroup adds up in the order of its steps. Relative values: the sums of
     dS along diagonals, in ``rows`` rows for each batch element and head: one for each of a CTA's consumers, or if
-    ``deterministic`` one for each 16 keys, to which one warp alone adds.
+    ``deterministic`` one for each 16 keys, to which a single warp adds.
 
     Attributes:
       positions: of the kernels' scores; its ``last_query`` is not used.

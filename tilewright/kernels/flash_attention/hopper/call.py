@@ -19,7 +19,7 @@ class GroupParts:
 
     Attributes:
       group: query heads of a key head.
-      parts: work items of a tile of keys; one has all query heads, and then dK and dV are no sums of parts.
+      parts: work items of a tile of keys; with one part, an item has all query heads, and dK and dV are not sums.
     """
 
     group: int
@@ -66,7 +66,7 @@ class BackwardCall[Params: BackwardParams]:
       statistics: a reference, ``[batch, heads, 2, padded q_length]`` float32, to the initial values of the accumulators
         of S and of dP, so that their subtraction costs nothing. Row 0 is −lse in the unit of
         ``ScoreOptions.multiplier``, −∞ for fully masked rows and those beyond the last query; row 1 is
-        −delta = d_lse − rowsum(dO ∘ O). A kernel for dQ alone finds d_lse in row 1, and subtracts the row sum.
+        −delta = d_lse − rowsum(dO ∘ O). A kernel that computes only dQ finds d_lse in row 1, and subtracts the row sum.
       arrays: for tiles ``[queries, keys]``.
       padded_dims: head_dim and value_dim that the kernels compute with.
       panelled: whether tiles of the arrays lie in panels.
@@ -95,7 +95,7 @@ class BackwardCall[Params: BackwardParams]:
 
 
 class QueryOperands[Operand, Items](NamedTuple):
-    """Operands of a kernel for dQ alone, as arrays or references.
+    """Operands of a kernel that computes only dQ, as arrays or references.
 
     Attributes:
       statistics: as in ``BackwardCall``, with d_lse in the second row.

@@ -99,7 +99,7 @@ class OverlappedConversion:
 
     Attributes:
       items: for each position in the CTAs' lists the item whose rows are converted meanwhile, −1 for none.
-      tiles: items of each key head, of which all must have been counted before.
+      tiles: items of each key head, all of which must have been counted before.
     """
 
     items: np.ndarray

@@ -1,6 +1,6 @@
 """Dropout of a tile of scores in a Hopper kernel: random bits are drawn early, and kept packed.
 
-The generator needs positions alone, so a kernel draws a tile's bits while the MMA for S is in flight, and keeps them in
+The generator needs only positions, so a kernel draws a tile's bits while the MMA for S is in flight, and keeps them in
 a register for each 64 columns of the tile. They are tested where P or dP is at hand.
 
 A call of the generator (`tilewright.kernels.numerics.dropout`) serves four elements that one thread holds, of S and of

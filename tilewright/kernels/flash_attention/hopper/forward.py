@@ -137,7 +137,7 @@ def produce_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scal
         lax.fori_loop(1, work.steps.total, load_both, None)
         load(scratch.v, operands.value, ctx.program * 0 + (work.steps.total - 1))
 
-    # `program * 0` is no constant: JAX 0.12 refuses a slice that it sees to hang over the end of a short array.
+    # `program * 0` is not a constant: JAX 0.12 refuses a slice that it sees to hang over the end of a short array.
     when(queued.loads, lambda: load(scratch.k, operands.key, ctx.program * 0))
     # K first, then Q: with one stage of Q the wait for its release must not hold up a K whose stage is free.
     queries = operands.query.at[work.batch, pl.ds(work.q_tile * block_q, block_q), work.head]
@@ -335,7 +335,7 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
 
     total = ctx.decode(queued.item).steps.total
     if isinstance(total, int) and total == 2 and (call.value_dim > 96 or call.params.consumers == 3):
-        # A loop of one step is none to LLVM. ptxas then spills, and serialises the wgmmas, where registers are few.
+        # LLVM removes a loop of one iteration. ptxas then spills, and serialises the wgmmas, where registers are few.
         total = total + opaque_zero(queued.item)
     return lax.fori_loop(1, total, one_step, state)
 
@@ -488,7 +488,7 @@ def store_item(
 def masked_steps(schedule: TileSchedule) -> tuple[bool | None, bool | None]:
     """The need of a mask in step 0 of an item and in later steps: True, False, or None where it depends on the step.
 
-    Causal tiles as wide as they are high need it in step 0 alone, and a loop without the branch is faster.
+    Causal tiles as wide as they are high need it only in step 0, and a loop without the branch is faster.
     """
     if not isinstance(schedule, BandSchedule):
         return None, None

@@ -71,7 +71,10 @@ FLOPS_PER_BYTE = 200
 """FLOPs of a backward step in the time of a byte of global memory: 600 TFLOP/s beside 3 TB/s."""
 
 MAX_SPLIT_TIME = 0.9
-"""Longest time, relative to undivided groups, for which query heads of a key head are split: the model is no better."""
+"""Split the query heads of a key head only if the model predicts less than this fraction of the unsplit time.
+
+Smaller differences are within its error.
+"""
 
 UNREDUCED_BYTES = 256 << 20
 """Bytes of a bias's gradient per batch element and head, unreduced, up to which that may be the first choice."""
@@ -84,7 +87,7 @@ def steps_of_rows(problem: AttentionProblem, block_q: int, block_k: int, *, tran
         extent, band = Extent(problem.kv_length, problem.q_length, block_k, block_q), band.transposed
     else:
         extent = Extent(problem.q_length, problem.kv_length, block_q, block_k)
-    # Which tiles the ragged ends mask changes no number of steps.
+    # Masking of ragged ends does not change the number of steps.
     return BandSchedule(extent, band, True, True).counts()[1]
 
 
@@ -175,7 +178,8 @@ def _narrow_forward(problem: AttentionProblem, num_sms: int) -> list[HopperForwa
     """Tiles of 192 or of 128 queries up to head_dim 64."""
     found = _params([(192, 128, True, True), (192, 128, True, False), (128, 128, True, True), (128, 128, False, True)])
     if problem.options.logits_soft_cap is not None or problem.kv_length <= 128:
-        # Three consumers have too few registers for a cap, and for a mask in the only step, which is no loop then.
+        # Three consumers have too few registers for a cap, and for a mask in the only step, around which there is no
+        # loop.
         found = found[2:]
     # Few steps an item leave the ping-pong nothing to overlap: without it short sequences are faster.
     without_turns = HopperForwardParams(128, 128, 2, True, False)
@@ -288,7 +292,7 @@ def group_parts(problem: AttentionProblem, plan: BackwardPlan | WideBackwardPlan
 def wide_backward_candidates(problem: AttentionProblem) -> list[BackwardParams]:
     """Configs of the backward kernels beyond head_dim 128, not all of which fit every problem.
 
-    One warpgroup with both dK and dV does all of a step alone, and the other is free to overlap it: where registers
+    A warpgroup with both dK and dV does a whole step by itself, and the other is free to overlap it: where registers
     hold both, that comes first.
     """
     heavy = problem.dropout or problem.options.logits_soft_cap is not None

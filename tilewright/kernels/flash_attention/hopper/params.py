@@ -7,7 +7,7 @@ from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.ops.utils.stable_ids import stable_id
 
 CONSUMERS = 2
-"""Consumer warpgroups of a backward kernel, which hold dK and dV, or dQ where that is computed alone."""
+"""Consumer warpgroups of a backward kernel, which hold dK and dV, or dQ where a kernel computes only that."""
 
 
 class BackwardParams(abc.ABC):

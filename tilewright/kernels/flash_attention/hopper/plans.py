@@ -189,7 +189,7 @@ class KeyValueScratch[R, M](NamedTuple):
     Attributes:
       k, v: tiles of a work item.
       q, d_out, statistics: tiles of a step.
-      ds: dS from the consumers to the dQ warpgroup, which alone has this ring; None if deterministic.
+      ds: dS from the consumers to the dQ warpgroup, its only reader; None if deterministic.
       counter: the counter of the head whose dQ is to be converted; None without an `OverlappedConversion`.
       bias: tiles of a step, of each consumer; None unless the bias passes through shared memory.
       dv, dk: a buffer for each consumer, where its gradients wait for their TMA store. If both have one shape dk is
@@ -388,7 +388,7 @@ class BackwardPlan:
 
     @property
     def overlaps_next_s(self) -> bool:
-        """True if S of the next step is computed beside dK, so that no MMA runs alone.
+        """True if S of the next step is computed beside dK, so that every MMA has another one beside it.
 
         It takes the registers of a tile of S over the step: with tiles of 64 queries the whole is 2 % faster, with 128
         (head_dim 64) 1.5 % slower. Beside more accumulators than those of head_dim 128 it spills.

@@ -259,7 +259,7 @@ def plan_schedule(
     ragged[-1] |= masked_rows and extent.rows % extent.block_rows != 0
     ragged[:, -1] |= masked_columns and extent.columns % extent.block_columns != 0
     classes = jnp.where(ragged, jnp.minimum(classes, TileClass.PARTIAL), classes)
-    # A stable sort: masked tiles, full ones, then those that are no steps, each in the order of their columns.
+    # A stable sort: masked tiles, full ones, then those without a step, each in the order of their columns.
     order = jnp.where(classes == TileClass.PARTIAL, 0, jnp.where(classes == TileClass.FULL, 1, 2))
     entries = jnp.argsort(order, axis=-1, stable=True).astype(jnp.int32)
     masked = jnp.sum(classes == TileClass.PARTIAL, axis=-1, dtype=jnp.int32)

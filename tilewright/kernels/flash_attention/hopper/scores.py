@@ -57,7 +57,7 @@ class ScoreArrays:
     """The arrays that logits need besides query and key; a pytree, so that it can hold references in a kernel.
 
     Attributes:
-      mask: the part of the mask that is no static band, with int32 vectors and int8 matrices.
+      mask: the part of the mask that is not a static band, with int32 vectors and int8 matrices.
       bias: ``[batch|1, heads|1, q_length|1, kv_length|1]``. Of one that passes through shared memory only the rows are
         lengthened, as TMA wants it.
       dropout_keys: ``[batch, heads, 2]`` uint32, of the generator.
@@ -293,7 +293,7 @@ def staged_dtype(bias: jax.Array | jax.ShapeDtypeStruct | None, direction: Direc
     """The dtype of a bias that may pass through shared memory; None for others, and for none.
 
     These are matrices, for a vector is a few loads in each step. The backward pass reads tiles transposed, which
-    ``ldmatrix`` does with 16-bit elements alone.
+    ``ldmatrix`` does only with 16-bit elements.
     """
     if bias is None or 1 in bias.shape[2:] or jnp.dtype(bias.dtype).itemsize not in STAGED_ITEMSIZES[direction]:
         return None
@@ -393,8 +393,8 @@ def scaled_distances(coord: TileCoord, positions: PositionOptions, factor: jax.A
 
     Where the mask leaves each query only keys on one side of it, they are differences, without an absolute value.
     """
-    # As in `TileCoord.between` a thread's columns are an offset of its own plus constants, which alone differ between
-    # its elements, and become operands of instructions.
+    # As in `TileCoord.between` a thread's columns are an offset of its own plus constants. Only these differ between
+    # its elements, and they become operands of instructions.
     along = coord.along(1)
     offset, constants = along & LANE_COLUMNS, (along & ~LANE_COLUMNS).astype(jnp.float32)
     if coord.q_axis == 0:
@@ -467,7 +467,7 @@ def masked_logits(
 
 
 def _in_band(rows: jax.Array, columns: jax.Array, lowest: int | None, highest: int | None) -> jax.Array:
-    """Mask of ``lowest <= column - row <= highest``; None is no bound."""
+    """Mask of ``lowest <= column - row <= highest``; None means no bound."""
     # Bounds are added to the rows, which take two registers in a loop over keys; of the difference of columns and rows
     # the compiler would keep every element.
     parts = []

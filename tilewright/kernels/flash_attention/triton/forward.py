@@ -16,7 +16,7 @@ and the accumulator are float32.
 
 Grid: one axis, a program for each tile of BLOCK_Q queries of each head of queries, in the order of
 ``scores.decode_program_id``. A program keeps its tile of Q and goes through tiles of K and V in three parts
-(``scores.visible_span``), of which the middle one evaluates no mask; PARTS has a bit for each part that may occur.
+(``scores.visible_span``), and the middle one evaluates no mask; PARTS has a bit for each part that may occur.
 """
 
 import triton

@@ -195,8 +195,8 @@ def visible_span(
 
     They delimit three parts: masked, fully visible (no mask is evaluated), masked again. Parts are whole steps of
     ``STEP``, counted from a multiple of it; the last step may go beyond the end. The band is
-    ``LOWEST <= other - own <= HIGHEST``. ``ranges`` [members, entries, 2] are those of several heads, of which the
-    union is taken; they are bounds only, so with ``RANGED`` no step is fully visible. With ``MASK_TAIL`` neither is
+    ``LOWEST <= other - own <= HIGHEST``. ``ranges`` [members, entries, 2] are those of several heads, whose union
+    is taken; they are bounds only, so with ``RANGED`` no step is fully visible. With ``MASK_TAIL`` neither is
     any step of a tile that reaches beyond its own length.
     """
     first = start * 0

@@ -32,7 +32,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def tile_of(tile_matrix, tile_first, tile_end, tiles, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """The program's matrix, first row, the row behind its segment, and its block of columns out of COLUMNS."""
+    """The program's matrix, first row, the row behind its segment, and its block of columns, of COLUMNS."""
     program = tl.program_id(0)
     # GROUP tiles of rows take the same columns one after another, which the L2 cache then holds; the last group may
     # have fewer tiles.

@@ -15,7 +15,7 @@ from tilewright.ops.utils.stable_ids import stable_id
 @stable_id("tilewright/grouped_matmul.TritonGatedForwardParams")
 @dataclasses.dataclass(frozen=True, slots=True)
 class TritonGatedForwardParams:
-    """Config of the forward kernel, a program of which has two sums of the tile's size."""
+    """Config of the forward kernel, whose programs have two sums of the tile's size."""
 
     tile: TritonTile
 

@@ -4,7 +4,7 @@
   rows, matrices  [rows, K] and [matrices, ...]; an element (k, n) of a matrix is at k · K_STRIDE + n · N_STRIDE
   tile            up to BLOCK_ROWS rows of one group, from ``tile_first`` on and before ``tile_end``; rows without a
                   matrix are in tiles of their own, whose matrix is -1, and get zeros
-  left, right     [rows, LEFT] and [rows, RIGHT], of which a group's outer products are summed
+  left, right     [rows, LEFT] and [rows, RIGHT], whose outer products are summed over the rows of a group
 
 Sums are float32 and have one order. Rows of others are masked where they are loaded, so they may hold anything.
 

@@ -3,7 +3,7 @@
 A CTA computes tiles of ``block_m × block_n`` elements of the result, one work item after the other. A producer
 warpgroup loads the tiles of both operands by TMA, a K step of 128 bytes at a time, into a ring of stages; one to three
 consumer warpgroups share the rows of the tile, multiply by wgmma, and store through shared memory by TMA. The two CTAs
-of a cluster share the tiles of one operand, of which each loads a half for both::
+of a cluster share the tiles of one operand; each of them loads a half for both::
 
     producer      A0 B0   A1 B1   ...   A(T-1) B(T-1)   A0' B0'   A1' B1'     (as far ahead as the ring has stages)
     consumer      wait 0 · MMA 0 | wait 1 · MMA 1 · wait for MMA 0, release stage 0 | ... | epilogue · store
@@ -38,7 +38,7 @@ case                                        served by           notes
 ==========================================  ==================  ==========================================
 NN, NT, TN, TT, 16 bits                     `dense_products`    rows of operands at multiples of 16 bytes
 sizes that no tile divides                  all                 TMA reads zeros and stores nothing beyond
-rows in groups, forward and dgrad           RaggedRows          rows of nobody: tiles without steps, zeros
+rows in groups, forward and dgrad           RaggedRows          rows without a group: no steps, zeros
 sum over the rows of a group (wgrad)        RaggedReduction     NaN in rows of others reaches nothing
 gated pair                                  two operands        columns are shared out: ``block_n / 2`` each
 float8, forward                             `accumulate_scaled` K in the rows of both; a turn for each part

@@ -10,11 +10,11 @@ arrived by then::
 =============  ======================================================================================================
 what           why it is safe
 =============  ======================================================================================================
-the start      XLA starts the kernels of all devices behind a barrier on their streams: nobody reads any longer what
+the start      XLA starts the kernels of all devices behind a barrier on their streams: no kernel still reads what
                was in the memory of the received rows, and the semaphores are zero.
 the arrival    The copies of a sender are complete before it signals, and a producer waits for the signals of all.
 the end        A device waits for all rows that are sent to it, so none is still written when its kernel ends. Its own
-               rows are read by itself alone.
+               rows are read only by itself.
 progress       A producer has sent what the others wait for first before it waits. Senders are the first CTAs, which
                have an SM first: where another kernel has some SMs and waits for one of another device, these suffice.
 =============  ======================================================================================================
@@ -225,7 +225,7 @@ def run_gathering_producer(context: MatmulContext, sender: "RowsSender", pace: i
         # through another proxy than the semaphore.
         def one(index: Scalar, _: None) -> None:
             work = schedule.work(context.program + index * context.programs, context.cta)._replace(matrix=part - 1)
-            # All items have the same number of steps, so the ring's step follows from the item's index alone.
+            # All items have the same number of steps, so the item's index gives the ring's step.
             first, begun = index * schedule.steps, begin * schedule.steps
             send = (lambda step: outgoing.at_step(step - begun, pace)) if sends else None
             produce_item(from_part, work, first, 0, send)

@@ -19,7 +19,7 @@ WRITE_BYTES = 2.5e12
 """Bytes/s of global memory for writes of values that are not all alike."""
 
 NARROW_WRITES = 0.9
-"""Share of that with tiles whose rows are no multiple of 256 bytes, 192 columns."""
+"""Share of that with tiles whose rows are not a multiple of 256 bytes (192 columns)."""
 
 STORE_BYTES = 100e9
 """Bytes/s of the store of a CTA's tile, which no MMA overlaps with if all consumers share the tile."""
@@ -44,7 +44,7 @@ _LARGE = (
 )
 _TURNS = (MatmulParams(128, 128, 5, 1, 1, turns=True),)
 _SHORT = (MatmulParams(128, 128, 6, 2, 1, turns=True), MatmulParams(128, 128, 6, 1, 1, turns=True))
-"""For sums of few steps alone: of many, a cluster of such tiles is slower than its CTAs would be alone (8192³: 1.59 ms
+"""Only for sums of few steps: with many, a cluster of such tiles is slower than two CTAs without one (8192³: 1.59 ms
 instead of 1.43)."""
 
 _SMALL = (MatmulParams(64, 128, 8, 1, 1), MatmulParams(64, 64, 8, 1, 1), MatmulParams(64, 256, 5, 1, 1))

@@ -53,7 +53,7 @@ class Scratch(NamedTuple):
     Attributes:
       store: parts of the result, ``[consumers, buffers, 64, columns]``.
       masked: of each stage, when the first consumer has zeroed what is behind the range of K in it; None where that
-        has no end of its own, or one consumer alone reads the stage.
+        has no end of its own, or a single consumer reads the stage.
       turns: of each consumer, when it may issue MMAs, of an item or of a part of a scaled step; None where they do not
         take turns.
     """
@@ -197,7 +197,7 @@ def run_producer(context: MatmulContext) -> None:
         # loop.
         plgpu.barrier_arrive(context.scratch.turns.at[0])
     steps, _ = for_each_item(context, functools.partial(produce_item, context))
-    # Alone, a CTA has waited for all of its loads when its consumers are done.
+    # Without a cluster all loads of a CTA have been waited for when its consumers are done.
     if params.cluster > 1:
         stages.drain(steps)
 
@@ -233,7 +233,7 @@ def produce_item(
 
 
 def run_consumer(context: MatmulContext) -> None:
-    """Computes this warpgroup's rows of all items of this CTA, or the items of which it is the owner."""
+    """Computes this warpgroup's rows of all items of this CTA, or the items that it owns."""
     params = context.plan.params
 
     def role(work: Work, first: Scalar, owner: Scalar) -> None:

@@ -4,13 +4,13 @@ wgmma adds products of 8 bits with fewer bits than float32 has. So the MMAs of a
 accumulator of their own, a part, which is scaled and added to the sum of all steps in float32 registers: one FFMA for
 each element.
 
-A consumer's MMAs wait for its additions, for there are no registers for a second part. So the consumers take turns to
+A consumer's MMAs wait for its additions, as there are no registers for a second part. So the consumers take turns to
 issue the MMAs of a part, and the additions of each run beside the MMAs of the others::
 
     consumer 0      MMA 0 | add 0       | MMA 1 | add 1       | ...
     consumer 1              MMA 0 | add 0       | MMA 1 | add 1
 
-A consumer alone waits for a turn, too: ptxas moves additions behind the MMAs of the next part where no branch is
+A single consumer waits for a turn, too: ptxas moves additions behind the MMAs of the next part where no branch is
 between them, and spills registers for both.
 
 Both operands have scales, if only ones: without those of rows or columns ptxas spilled registers, and the kernel took

@@ -61,7 +61,7 @@ KEPT_BUFFERS = 2
 """Parts of a consumer's float32 tile that it writes while TMA stores others."""
 
 FIRST_STEP = 4
-"""The step of an item with which the tile before is sent: then all consumers have stored it, and nobody waits."""
+"""The step of an item with which the tile before is sent: all consumers have stored it by then, and nothing waits."""
 
 COLUMNS = 64
 """Columns to which received ones are added at a time."""

@@ -86,7 +86,7 @@ class TileShape:
     band: int
 
     def tiles(self, rows: int, columns: int) -> TileIndex:
-        """Tiles of a cluster in so many rows and columns, of which the last may hang over."""
+        """Tiles of a cluster in so many rows and columns; the last may hang over."""
         return TileIndex(-(-rows // (self.rows * self.cluster_m)), -(-columns // (self.columns * self.cluster_n)))
 
     def place(self, index: TileIndex, cta: Scalar) -> tuple[Scalar, Scalar]:

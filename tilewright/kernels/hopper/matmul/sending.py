@@ -129,7 +129,7 @@ class Outgoing:
     """Pieces for another device, as events: number i sends piece i, and the one behind the last signals.
 
     Attributes:
-      count: pieces; -1 where nothing is sent and nobody waits.
+      count: pieces; -1 where nothing is sent and no device waits.
       source: of a piece, on this device.
       target: the same on the other one.
       signal: what is done when all have arrived.

@@ -14,7 +14,7 @@ from tilewright.kernels.hopper.types import Ref, Scalar
 
 
 def store_tile(tile: Columns, target: Ref, buffers: Ref, work: Work, first_row: Scalar) -> None:
-    """Stores a consumer's tile of the result, of which what lies beyond the result's end is left out.
+    """Stores a consumer's tile of the result, and leaves out what lies beyond the result's end.
 
     Args:
       tile: in the accumulator's layout; its blocks of columns are multiples of what a buffer holds.

@@ -4,7 +4,7 @@ What a consumer does besides its MMAs then runs beside the MMAs of the others. L
 the tensor cores until all have done their MMAs, and then do the rest at the same time.
 
 A turn is a phase of the barrier of the consumer that has it, which the one before completes, the first time the
-producer. The turn that is passed on last is taken, too: a barrier ends without a phase that nobody has waited for.
+producer. The turn that is passed on last is taken, too: every phase of a barrier has been waited for at the end.
 """
 
 from typing import Any

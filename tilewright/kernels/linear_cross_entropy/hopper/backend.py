@@ -26,7 +26,7 @@ from tilewright.ops.utils.device import current_device
 
 
 class HopperLinearCrossEntropy(BlockedCrossEntropy[HopperLossParams, HopperLossBackwardParams]):
-    """Serves 16-bit operands of one dtype whose rows begin at multiples of 16 bytes; gradients in bfloat16 alone.
+    """Serves 16-bit operands of one dtype whose rows begin at multiples of 16 bytes; gradients only in bfloat16.
 
     A matmul's epilogue sums the softmax, and that of another one makes the gradients of logits; their matmuls are
     cuBLAS's.

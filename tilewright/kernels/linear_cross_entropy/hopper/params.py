@@ -14,7 +14,7 @@ STORE_MULTIPLE = 8
 """Elements of 16 bits that the rows of an array which TMA stores are multiples of."""
 
 STATISTICS_TOKENS = 4096
-"""Tokens of a block of which the loss alone is computed: the matrix is read once for each block, in less time than the
+"""Tokens of a block where only the loss is computed: the matrix is read once for each block, in less time than the
 MMAs of 1000 tokens take, and ignored tokens save whole blocks."""
 
 

@@ -3,8 +3,8 @@
 
   x, weight   [rows, D], and the matrix, whose element (k, class) is at k · D_STRIDE + class · VOCAB_STRIDE
   bias        [VOCAB] in float32, if BIAS
-  labels      [rows]; one that is no class, such as that of a token to ignore, is nobody's
-  logits      x · weight + bias, with CAP > 0 ``CAP · tanh(of that / CAP)``: float32, in registers alone
+  labels      [rows]; one that is not a class, such as that of a token to ignore, matches no class
+  logits      x · weight + bias, with CAP > 0 ``CAP · tanh(of that / CAP)``: float32, only in registers
 
 Rows and classes that a tile has beyond the arrays are masked where they are loaded and where they count. Every sum has
 one order. Grids have one axis; GROUP tiles of rows take the same classes one after another, which the L2 cache holds.
@@ -90,7 +90,7 @@ def tile_statistics(
     # What needs the logits comes first: with the exponentials they would not fit into registers.
     own = tl.sum(tl.where(classes[None, :] == label[:, None], logits, 0.0), 1)
     is_here = (label >= begin) & (label < tl.minimum(begin + BLOCK_V, VOCAB))
-    # One program has a row's label, so plain stores suffice; a label that is no class has none, and stays unwritten.
+    # One program has a row's label, so plain stores suffice; for a label that is not a class none is written.
     tl.store(label_logit + row, own, mask=inside & is_here)
     if SUM:
         tl.store(logit_sum + partial, tl.sum(tl.where(class_inside, logits, 0.0), 1), mask=inside)

@@ -48,7 +48,7 @@ class TritonLogits:
         operands = (rows, self.head.weight, self._bias(), flat)
         partial_lse, label_logit, partial_sum, shares = varying_as(run(*operands), operands)
         lse = jax.nn.logsumexp(partial_lse, 0)
-        # No program writes the logit of a label that is no class.
+        # No program writes the logit of a label that is not a class.
         label_logit = jnp.where((flat >= 0) & (flat < vocab), label_logit, 0)
         logit_sum = partial_sum.sum(0) if self.needs_sum else jnp.zeros_like(lse)
         kept = KeptShares(shares, partial_lse, tile.columns) if keep else None

@@ -87,7 +87,7 @@ _AMPERE = ((128, 128, 64, 8, 3), (128, 128, 32, 8, 3), (64, 128, 32, 4, 4), (128
 """Operands of matmuls are in registers, too."""
 _FLOAT32 = ((64, 64, 32, 4, 3), (64, 128, 32, 8, 2), (32, 64, 32, 4, 3))
 _ODD = ((64, 64, 32, 4, 3), (64, 128, 32, 8, 3), (32, 64, 32, 4, 3))
-"""For sizes of which rows are not aligned, or which no step along d divides: masks and addresses take registers."""
+"""For sizes whose rows are not aligned, or which no step along d divides: masks and addresses take registers."""
 
 
 def tiles(problem: LossProblem, device: Device) -> list[TritonTile]:

@@ -173,7 +173,8 @@ def run_producer(ctx: LatentContext) -> None:
 
 def load_part(ctx: LatentContext, ring: Ring, columns: pl.Slice, step: Scalar, page: Scalar) -> None:
     """Loads a part of the latents of a step, whose entry of the page table is ``page``."""
-    # What is no page is loaded from page 0, and masked: the barrier of the stage counts a copy in each step.
+    # For an entry that is not a page, page 0 is loaded, and masked: the barrier of the stage counts a copy in each
+    # step.
     page = jnp.where(ctx.exists(page), page, 0)
     ring.load_from_dram(step, ctx.operands.pages.at[page, pl.ds(ctx.row_of(step), BLOCK_K), columns])
 
@@ -313,7 +314,7 @@ def visible(ctx: LatentContext, step: Scalar, page: Scalar) -> jax.Array:
     if call.right is None or call.q_length == 1:
         return key < end
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK_K), 0, layout=tile_layout())
-    # Rows are token by token, its heads: the position of a row follows from the token alone.
+    # Rows are token by token, its heads: the token gives the position of a row.
     token = lax.div(row + work.row_tile * ROWS, jnp.int32(call.heads))
     start = (work.first + step) * BLOCK_K
     return (key < end) & (key <= token + (work.position + call.right - start))
@@ -424,7 +425,7 @@ def latent_kernel(
     ``[splits, sequences, row_tiles · 64]``.
 
     Args:
-      query: ``[sequences, rows, 576]``, of which TMA wants a multiple of 8 rows: those beyond ``call.rows`` hold
+      query: ``[sequences, rows, 576]``, padded to a multiple of 8 rows for TMA: those beyond ``call.rows`` hold
         anything, and so do their results.
       pages: ``[num_pages, page_size, 576]``.
       page_table: ``[sequences · columns]`` int32.

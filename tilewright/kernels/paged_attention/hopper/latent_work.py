@@ -68,7 +68,7 @@ class LatentPlan:
     def scratch(self) -> LatentScratch[RingPlan, object]:
         """The rings, and scratch types of the buffer and of the barriers."""
         q_left, q_right, q_rest = (RingPlan(SharedTile((ROWS, size), self.dtype), 1, 1) for size in SIZES)
-        # The first consumer alone reads the left half.
+        # Only the first consumer reads the left half.
         left, right, rest = (
             RingPlan(SharedTile((BLOCK_K, size), self.dtype), STAGES, consumers)
             for size, consumers in zip(SIZES, (1, CONSUMERS, CONSUMERS), strict=True)

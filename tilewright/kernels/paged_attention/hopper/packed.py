@@ -361,7 +361,7 @@ def visible(ctx: ChunkContext, step: Scalar, bits: jax.Array) -> jax.Array:
 
 
 def iota(size: int, axis: int) -> jax.Array:
-    """Indices along an axis of an accumulator, of which this thread has its own."""
+    """Indices along an axis of an accumulator; each thread has those of its elements."""
     return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=tile_layout().reduce(1 - axis))
 
 

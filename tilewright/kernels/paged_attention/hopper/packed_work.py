@@ -240,7 +240,7 @@ def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Arr
 
 
 def present_pages(page_table: jax.Array, num_pages: int, call: ChunkCall) -> tuple[jax.Array, jax.Array]:
-    """The page table, with 0 for what is no page, and for each block of keys the bits of its pages that are there.
+    """The page table, with 0 for what is not a page, and for each block of keys the bits of its pages that are there.
 
     Args:
       page_table: ``[sequences, columns]``, at most ``call.columns``.
@@ -248,7 +248,8 @@ def present_pages(page_table: jax.Array, num_pages: int, call: ChunkCall) -> tup
     Returns:
       int32 ``[sequences · call.columns]`` and ``[sequences · call.blocks]``.
     """
-    # Padded with what is no page: blocks of keys are whole, and the last one may have columns that the table lacks.
+    # Padded with −1, which is not a page: blocks of keys are whole, and the last one may have columns that the table
+    # lacks.
     table = jnp.pad(page_table, ((0, 0), (0, call.columns - page_table.shape[1])), constant_values=-1)
     present = (table >= 0) & (table < num_pages)
     if call.page_size > call.block_k:

@@ -297,7 +297,7 @@ def _half(problem: PagedProblem) -> bool:
 
 
 def _splits(problem: PagedProblem, device: Device, block_q: int, block_n: int, warps: int) -> int:
-    """Splits of the keys so that few long sequences fill the device, by shapes alone; lengths are not read."""
+    """Splits of the keys so that few long sequences fill the device, only by shapes; lengths are not read."""
     tiles = problem.sequences * -(-problem.longest_q // block_q)
     if problem.packed:
         # How tokens are spread is not known: at least a tile for each sequence, at least whole tiles of all tokens.

@@ -25,7 +25,7 @@ One program of T steps of ``block_n`` keys, as Triton pipelines the loop with ``
 
 Scales of a quantised cache multiply logits and P, which are float32. With ``half``, elements of one byte are multiplied
 in float16 whatever the dtype of a 16-bit query: first and second neighbours along d in an MMA each (see `elements`), so
-that ``q``, ``k``, ``values`` and ``acc`` are two arrays of half the columns, of which one is named ``_second``.
+that ``q``, ``k``, ``values`` and ``acc`` are two arrays of half the columns; one is named ``_second``.
 """
 
 import triton
@@ -80,8 +80,8 @@ def _load_queries(
     q_second, q_rest, q_rest_second, unit = q, q, q, 1.0
     if half:
         q_second = _load_rows(query + 1, row, valid, 0, tile_dim, block_d, pairs, head_dim)
-    # A head_dim that is no power of two: the rest is a second, narrower MMA instead of padding the first to twice its
-    # size.
+    # A head_dim that is not a power of two: the rest is a second, narrower MMA instead of padding the first to twice
+    # its size.
     if block_r > 0:
         q_rest = _load_rows(query, row, valid, tile_dim, head_dim - tile_dim, block_r, pairs, head_dim)
         if half:
@@ -310,7 +310,7 @@ def attend(
     Args:
       query: [tokens, heads, head_dim].
       key, value: [num_pages, page_size, kv_heads, ...] where ``paged``, else [sequences, capacity, kv_heads, ...].
-      table: [sequences, columns] page numbers; what is no page is masked.
+      table: [sequences, columns] page numbers; entries that are not pages are masked.
       lengths, starts: [sequences], the keys of a sequence are [start, length).
       tiles: see `query_tile`.
       key_scale, value_scale: with strides for page, row and head, 0 where they are broadcast.
@@ -320,7 +320,7 @@ def attend(
         partial results, whose lse is in base 2.
       latent: V is the first ``value_dim`` elements of K, which has no array of its own.
       block_q, block_g: tokens, and heads of the group, of the ``block_m`` rows of a tile.
-      block_d, block_r: elements of K in the first MMA, of which ``tile_dim`` are real, and in a second; 0 for none.
+      block_d, block_r: elements of K in the first MMA (``tile_dim`` of them are real), and in a second; 0 for none.
       exact: float32 is multiplied without tensor cores.
       half: stored elements have one byte, and are multiplied in float16 as pairs.
     """

@@ -42,7 +42,7 @@ def kv_range(
 ):  # fmt: skip
     """First position that some row sees, and the positions [start, end) of a split.
 
-    The positions that some row sees are cut into blocks, of which each split has as many; the first block begins at a
+    The positions that some row sees are cut into blocks, as many for each split; the first block begins at a
     multiple of ``block_n``, maybe before the first position.
     """
     low = 0

@@ -47,7 +47,7 @@ def compute_dk(ctx: WideContext, item_index: Scalar, item: Scalar, first: Scalar
 
 
 def clear_skipped(ctx: WideContext, item: Scalar) -> None:
-    """Stores zeros where the gradient of a bias has tiles that are no steps, unless the array has been cleared."""
+    """Stores zeros where the gradient of a bias has tiles without a step, unless the array has been cleared."""
     bias_gradient, d_bias, staging = ctx.plan.bias_gradient, ctx.d_bias, ctx.scratch.d_bias
     if not isinstance(bias_gradient, BiasGradient) or ctx.operands.d_bias is not None:
         return
@@ -134,7 +134,7 @@ class DkWarpgroup:
         next_ds = pl.run_scoped(overlapped, self.ctx.s_accumulator)
         plgpu.wgmma_wait(0)
         self.ctx.scratch.q.release(step)
-        # Before the next dS is stored: the ring has one stage and waits for the dV warpgroup alone, not for this MMA.
+        # Before the next dS is stored: the ring has one stage and waits for the dV warpgroup, not for this MMA.
         dq = pl.run_scoped(functools.partial(self.dq_alone, step), self.dq_accumulator) if self.has_dq_columns else None
         following = self.after_for_bias(step, iteration)
         ds = self.store_ds_to_smem(step + 1, next_ds, following)
@@ -145,7 +145,7 @@ class DkWarpgroup:
     def overlapped(self, step: Scalar, iteration: QueryIteration, ds: jax.Array, dk: Ref, dp: Ref) -> jax.Array:
         """Issues dP of the next step and dK of this one, and computes the next dS beside dK."""
         self.issue_dp(step + 1, dp)
-        # dP of the next step is the older group: dS waits for it alone, and dK runs beside the arithmetic.
+        # dP of the next step is the older group: dS waits only for it, and dK runs beside the arithmetic.
         self.issue_dk(step, ds, dk)
         following = self.after_for_bias(step, iteration)
         dp_tile = plgpu.wgmma_accumulator_load(dp, wait_n=1)

@@ -112,7 +112,7 @@ class DvWarpgroup:
     def overlapped(self, step: Scalar, following: QueryIteration, p: jax.Array, dv: Ref, s: Ref) -> ProbabilityTiles:
         """Issues S of the next step and dV of this one, and computes the next P beside dV."""
         if self.ctx.overlaps_next_step:
-            # S is the older of the two groups: P waits for it alone, and dV runs beside the exponentials.
+            # S is the older of the two groups: P waits only for it, and dV runs beside the exponentials.
             self.issue_s(step + 1, following, s)
             self.issue_dv(step, p, dv)
             bits = self.draw_bits(step + 1, following)
@@ -196,7 +196,7 @@ class DvWarpgroup:
             # Opaque: else the compiler takes the registers from which P was handed over, before the wait.
             return lax.optimization_barrier(p.dv).astype(dtype)
         if buffer is None:
-            # The ring waits for the dK warpgroup alone; this one's MMA for dV has read the stage.
+            # The ring waits only for the dK warpgroup; this one's MMA for dV has read the stage.
             self.hand_over_p(step, p.dv.astype(dtype), released)
         else:
             buffer[0] = p.dv.astype(dtype)

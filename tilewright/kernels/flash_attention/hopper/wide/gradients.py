@@ -41,7 +41,7 @@ def add_to_dq(
     assert accumulator is not None
     b, _, _, iterations = ctx.decode(item)
     head, strips = iterations.head(iteration), params.d_query_columns // STRIP
-    # In rows of the accumulator, of which a strip of 64 queries takes two.
+    # In rows of the accumulator: a strip of 64 queries takes two.
     first = lax.div(iterations.q_start(iteration) * ctx.plan.head_dim, jnp.int32(ROW))
     count = strips * STRIP * BLOCK // ROW
     # In parts, each with the oldest of few buffers: shared memory has no room for all columns, and the first parts are

@@ -176,7 +176,7 @@ class WideBackwardPlan:
             return ""
         split, width = self.d_query_split, self.params.d_query_columns
         for part in (split, self.head_dim - split):
-            # Which buffer is the oldest must be known while the kernel is traced.
+            # The oldest buffer must be known while the kernel is traced.
             if part % (width * self.params.d_query_buffers):
                 return f"cannot cut {part} columns of dQ into {self.params.d_query_buffers} buffers of {width} in turn"
         return ""

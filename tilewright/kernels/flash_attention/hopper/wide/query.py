@@ -26,7 +26,7 @@ Step i without mask, bias, soft cap and dropout (``WideQueryContext.overlaps``);
     consumer, MMA   S(i+1) dP(i+1)    dQ(i)             S(i+2) dP(i+2)    dQ(i+1)  ...
     consumer, ALU                     P(i+1) dS(i+1)                      P(i+2) dS(i+2)
 
-All three MMAs are in flight at once; P waits for S alone, dS for S and dP. Steps that need a mask have no MMA of
+All three MMAs are in flight at once; P waits only for S, dS for S and dP. Steps that need a mask have no MMA of
 another step beside them. With bias, soft cap or dropout S and dP come one after the other, in the same registers.
 """
 
@@ -230,7 +230,7 @@ def complete_delta(ctx: WideQueryContext, item: Scalar) -> None:
     """Computes −delta of a consumer's rows, and stores it."""
     rings = ctx.rings
     rings.d_out.load_from_shared(ctx.warpgroup)
-    # Both consumers pass both stages of O, for each of them has to release every stage; it reads its own alone.
+    # Both consumers pass both stages of O, because each has to release every stage; it reads only its own.
     for i in range(CONSUMERS):
         rings.out.load_from_shared(i)
 

@@ -157,7 +157,7 @@ def softmax_tile(
         tanh = jnp.maximum(s * (1 / options.soft_cap), -1.0)
         p_ds = p_ds * (1 - tanh * tanh)
     if bits is not None:
-        p_dv, p_ds = p_dv.astype(dtype), p_ds.astype(dtype)  # first, for there are no registers for both in float32
+        p_dv, p_ds = p_dv.astype(dtype), p_ds.astype(dtype)  # first: both in float32 do not fit registers
         p_dv, p_ds = zero_dropped(p_dv, bits, coord), negate_dropped(p_ds, bits, coord)
     return ProbabilityTiles(p_dv, p_ds)
 
