@@ -105,6 +105,7 @@ def online_softmax(
 
 def normaliser(row_sum: jax.Array) -> jax.Array:
     """1 / l, the factor that normalises O after the last tile; 0 for fully masked rows."""
+    # O of such a row is 0, and 0 · ∞ would be NaN.
     return jnp.where(row_sum == 0.0, 0.0, 1 / row_sum)
 
 

@@ -156,6 +156,7 @@ def over_query_steps[Carry](
     def over_head(member: Scalar, state: tuple[Scalar, Carry]) -> tuple[Scalar, Carry]:
         first, carry = state
         head = first_head + member
+        # For each head: masks of arrays may differ between heads, and with them the number of steps.
         steps = ctx.schedule.steps(ctx.operands.tables, b, head, kv_tile)
 
         def one_tile(number: Scalar, carry: Carry) -> Carry:

@@ -332,10 +332,12 @@ class PositionGradient:
     def result(self, array: jax.Array) -> jax.Array:
         """Reduces the array to the gradient, in the shape and dtype of the values."""
         if self.positions.kind == "alibi":
+            # The array has sums of dS · |i − j|, and the bias is −slope · |i − j|.
             return -array.sum(axis=(0, 2))[:, None].astype(self.values_dtype)
         sums = array.sum(axis=(0, 2))
         if self.values_shape[0] == 1:
             sums = sums.sum(axis=0, keepdims=True)
+        # Differences begin at that of key 0 and the last query; the array's at that of the last padded one.
         begin = self.padded_lengths[0] - self.scores[2]
         return sums[:, begin : begin + self.values_shape[1]].astype(self.values_dtype)
 

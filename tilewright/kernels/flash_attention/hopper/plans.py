@@ -132,6 +132,7 @@ class ForwardPlan:
     @property
     def query_stages(self) -> int:
         """Stages of Q: a second one, for the next item, where it fits beside a buffer for the output."""
+        # A kernel with one item for each CTA has no next Q to load.
         return 2 if self.params.persistent and self._bytes(2, True, self._bias_stages) <= SHARED_BYTES else 1
 
     @property
@@ -412,6 +413,7 @@ class BackwardPlan:
     def _output_tiles(self, parts: int) -> tuple[SharedTile, ...]:
         if not parts:
             return ()
+        # Of one shape they share a buffer: `fromkeys` leaves one width then.
         widths = (width // parts for width in dict.fromkeys((self.value_dim, self.head_dim)))
         return tuple(SharedTile((ROWS, width), self.gradient_dtype, panelled=self.panelled) for width in widths)
 

@@ -260,6 +260,7 @@ class TileCoord:
         axis = self.q_axis if of_queries else 1 - self.q_axis
         start = self.q_start if of_queries else self.kv_start
         batch = self.batch if ref.shape[0] > 1 else 0
+        # Unoptimised: each thread loads its own few elements, and several threads the same ones.
         values = plgpu.load(
             ref.at[batch, pl.ds(start, self.shape[axis])], layout=tile_layout().reduce(1 - axis), optimized=False
         )
@@ -433,6 +434,7 @@ def biased_and_capped(
         logits = logits + bias.astype(jnp.float32)
     if options.soft_cap is None:
         return logits, None
+    # By the hardware's approximation, one instruction.
     tanh = jnp.tanh(logits * (1 / options.soft_cap))
     return tanh * options.soft_cap, tanh
 
@@ -463,6 +465,7 @@ def masked_logits(
 
     if isinstance(masked, bool):
         return with_mask(logits) if masked else logits
+    # A branch of the whole warpgroup: full tiles skip all arithmetic of the mask.
     return lax.cond(masked, with_mask, lambda logits: logits, logits)
 
 

@@ -291,9 +291,11 @@ def add(scatter: ScatterContext, tile: jax.Array, work: Work, index: Scalar) -> 
         def plus(slot: Scalar, block: jax.Array, place: Any = place) -> jax.Array:
             return block + load_columns(scatter.arrays.received.at[slot, number, *place])
 
+        # In the order of the slots, whichever device was done first: the sum repeats bit for bit.
         block = lax.fori_loop(0, others, plus, tile[:, begin : begin + COLUMNS])
         # Rounded only here, when all devices' float32 sums are in.
         blocks.append(block.astype(context.plan.out_dtype))
+    # Received tiles are whole, also beyond the last row or column: only the store leaves that out.
     columns_of: Columns = tuple(blocks)
     target = scatter.arrays.out.at[work.matrix]
     store_tile(columns_of, target, context.scratch.store.at[context.warpgroup], work, first_row)
@@ -345,6 +347,7 @@ def run_scattering_producer(scatter: ScatterContext) -> None:
 
 def begin(scatter: ScatterContext, outgoing: Outgoing) -> None:
     """Loads the first piece of a tile when the consumers have stored it."""
+    # The wait for their stores orders these for the consumers; for the producer's loads the barrier and the fence do.
     plgpu.barrier_wait(scatter.scratch.stored)
     fence_copies()
     outgoing.begin()

@@ -150,6 +150,7 @@ class SoftmaxSums:
             exponentials = jnp.exp2(part.logits * LOG2E - part.spread(scaled))
             total = total + exponentials.sum(axis=1)
             if self.keeps:
+                # With the slope of the cap, as the logits are not kept.
                 kept.append(part.before_cap(exponentials))
         found = [highest, total, label_logit, *([logit_sum] if self.sums_logits else [])]
         return [tuple(kept), *found] if self.keeps else found

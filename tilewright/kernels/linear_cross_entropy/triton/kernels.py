@@ -94,6 +94,7 @@ def tile_statistics(
     tl.store(label_logit + row, own, mask=inside & is_here)
     if SUM:
         tl.store(logit_sum + partial, tl.sum(tl.where(class_inside, logits, 0.0), 1), mask=inside)
+    # Masked only for the maximum and the exponentials: −∞ must not reach the sum of logits above.
     if VOCAB % BLOCK_V != 0:
         logits = tl.where(class_inside, logits, float("-inf"))
     highest = tl.max(logits, 1)

@@ -170,6 +170,7 @@ def work_of_program(call: LatentCall, program: Scalar, lengths_ref: Ref) -> Late
         visible_end = lax.max(lax.min(length, position + last + (call.right + 1)), jnp.int32(0))
         full_end = lax.max(lax.min(length, position + token + (call.right + 1)), jnp.int32(0))
     blocks = lax.div(visible_end + (BLOCK_K - 1), jnp.int32(BLOCK_K))
+    # Rounded up, so the last splits may have fewer blocks or none.
     per_split = lax.div(blocks + (call.splits - 1), jnp.int32(call.splits))
     first = split * per_split
     total = lax.min(blocks - first, per_split)

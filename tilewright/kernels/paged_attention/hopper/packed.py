@@ -130,6 +130,7 @@ class ChunkContext:
         """The context of this CTA. ``tiles_at_once`` CTAs with one key head are followed by those with the next one."""
         block_k, at_once = call.block_k, call.tiles_at_once
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+        # Key heads alternate after as many tiles as are resident at a time, so that their K and V are read from L2.
         within = lax.rem(program, jnp.int32(at_once * call.kv_heads))
         kv_head = lax.div(within, jnp.int32(at_once))
         order_index = lax.div(program, jnp.int32(at_once * call.kv_heads)) * at_once + lax.rem(

@@ -188,6 +188,7 @@ def _online_softmax(logits, row_max, row_sum, half: tl.constexpr):
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     p = tl.exp2(logits - shift[:, None])
     alpha = tl.exp2(row_max - shift)
+    # l is of P as it is here, before scales of V multiply it: it normalises the softmax, not the values.
     return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
 
 
@@ -198,6 +199,7 @@ def _scale_in_units(v_scale, value_unit):
     So that P times a scale fits float16, O is in these units too; ``change`` is what it has to be multiplied by.
     """
     unit = tl.maximum(value_unit, tl.max(tl.abs(v_scale), 0))
+    # 0 as long as all scales are 0: nothing is in O then.
     per_unit = 1.0 / tl.where(unit == 0.0, 1.0, unit)
     return v_scale * per_unit, value_unit * per_unit, unit
 
@@ -257,6 +259,7 @@ def _add_sinks(sinks, head, valid, row_max, row_sum, acc, num_sinks: tl.constexp
         mask=valid[:, None] & (s < num_sinks)[None, :],
         other=float("-inf"),
     ).to(tl.float32)
+    # Once for a row: with several splits `combine` adds the sinks instead.
     sink = sink * LOG2E
     new_max = tl.maximum(row_max, tl.max(sink, 1))
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -335,7 +338,6 @@ def attend(
     sequence, token, rows, first, length = query_tile(
         tiles, lengths, tile, num_tiles, packed, q_length, tiles_per_sequence, block_q
     )
-    # The grid has a program for each tile that there may be; how many there are only the device knows.
     if rows <= 0:
         return
     low, start, end = kv_range(
@@ -352,10 +354,8 @@ def attend(
     stored: tl.constexpr = key.dtype.element_ty
     dtype: tl.constexpr = query.dtype.element_ty
     if half:
-        # Two neighbours along d in one load of 16 bits (`elements`).
         key = key.to(tl.pointer_type(tl.int16), bitcast=True)
         value = value.to(tl.pointer_type(tl.int16), bitcast=True)
-    # Kept in registers over the loop, as all of the keys are for it.
     q, q_second, q_rest, q_rest_second, unit_m = _load_queries(
         query, out_row, valid_m, head_dim, tile_dim, block_d, block_r, half
     )
@@ -412,7 +412,6 @@ def attend(
             stored, dtype, kv_heads, head_dim, tile_dim, block_d, block_r, exact, half,
         )  # fmt: skip
         if half and dtype != tl.float16:
-            # Undoes the division of the query's rows, before anything is added to the scores.
             scores = scores * unit_m[:, None]
         if has_key_scale:
             scores = scores * (head_key_scale if one_key_scale else k_scale[None, :])
@@ -420,13 +419,11 @@ def attend(
             scores, valid, position, position_m, slope,
             softmax_scale, soft_cap, left, right, has_slopes, has_soft_cap, has_left, has_right,
         )  # fmt: skip
-        # l is summed before P is scaled: it normalises the softmax, not the values.
         p, alpha, row_max, row_sum = _online_softmax(logits, row_max, row_sum, half)
         if scaled_values:
             if half:
                 v_scale, change, value_unit = _scale_in_units(v_scale, value_unit)
                 alpha = alpha * change
-            # Into P, which is float32: a scale of V's rows is one of P's columns.
             p = p * v_scale[None, :]
         values = k
         if not latent:
@@ -436,16 +433,13 @@ def attend(
         )
 
     if half:
-        # Interleaves even and odd columns.
         acc = tl.reshape(tl.join(acc, acc_second), [block_m, block_v])
     v = tl.arange(0, block_v)
     if scaled_values and half:
-        # Back from units of the largest scale.
         acc = acc * value_unit
     if values_have_scale and one_value_scale:
         acc = acc * head_value_scale
     if splits == 1 and num_sinks > 0:
-        # Sinks count once for a row: with several splits `combine` adds them.
         row_max, row_sum, acc = _add_sinks(sinks, head, valid_m, row_max, row_sum, acc, num_sinks, block_sinks)
     _store(out, lse, out_row, split, v, valid_m, row_max, row_sum, acc, value_dim, splits)
 

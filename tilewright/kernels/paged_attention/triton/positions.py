@@ -19,6 +19,7 @@ def query_tile(
     if packed:
         sequence = tl.load(tiles + tile)
         token = tl.load(tiles + num_tiles + tile)
+        # 0 where the grid has more programs than there are tiles, which only the device knows.
         rows = tl.load(tiles + 2 * num_tiles + tile)
         first = tl.load(tiles + 3 * num_tiles + tile)
         # FAR leaves room for sums of positions and windows in int32.
