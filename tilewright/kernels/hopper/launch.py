@@ -73,7 +73,7 @@ def run_kernel[Operands, Results, Scratch](
         scratch_types=scratch_types,
         grid=(num_ctas,),
         grid_names=("program",),
-        # A cluster of one would be a cluster launch, too, with barriers and an axis that nothing uses.
+        # A cluster of one CTA is left out: nothing would use its axis.
         **({} if cluster == 1 else {"cluster": (cluster,), "cluster_names": (CLUSTER_AXIS,)}),
         num_threads=warpgroups,
         thread_name=None if warpgroups is None else "warpgroup",

@@ -90,8 +90,8 @@ class StagePlan:
             empty = plgpu.Barrier(num_arrivals=self.consumers, num_barriers=self.num_stages)
         # A barrier for each owner and stage: a consumer that takes every other item does not wait for the stages of the
         # items between, and so would lose count of the parity of a barrier that they share. ``empty`` needs none, as
-        # the producer waits for every phase.
-        # Every copy arrives by itself. One that is shared arrives in each CTA, when its bytes are there.
+        # the producer waits for every phase. Every copy arrives by itself; one that is shared arrives in each CTA, when
+        # its bytes are there.
         copies = sum(part.copies for part in self.parts)
         full = plgpu.Barrier(num_arrivals=copies, num_barriers=self.num_stages * self.owners)
         return (*(part.tile.scratch(self.num_stages, part.count) for part in self.parts), full, empty)

@@ -37,7 +37,7 @@ class GateEpilogue:
 def _gelu(x: jax.Array) -> jax.Array:
     """The exact GELU, for which Pallas has no erf: by Abramowitz and Stegun's 7.1.26, within 1.5e-7 of it."""
     size = jnp.abs(x) * 0.7071067811865476
-    # The approximation is of x >= 0.
+    # The approximation holds for x >= 0: the sign is applied at the end.
     t = 1 / (1 + _ERF_SCALE * size)
     polynomial = jnp.zeros_like(x)
     for coefficient in reversed(_ERF):

@@ -291,8 +291,8 @@ def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators:
         if work.k_end is not None:
             mask_step(context, step, work.k_end - (work.k + index * plan.lhs.block_k))
         issue(context, stages, step, accumulators)
-        # All MMAs but those of this step are complete, so the stage of the step before is free.
-        # A group for each accumulator. wgmma groups complete in order, so those left are the ones just issued.
+        # A group for each accumulator, and groups complete in order: all MMAs but those of this step are complete, so
+        # the stage of the step before is free.
         plgpu.wgmma_wait(len(accumulators))
         pl.when(index > 0)(lambda: stages.release(step - 1))
 

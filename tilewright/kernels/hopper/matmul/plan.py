@@ -52,8 +52,8 @@ class MatmulPlan:
     def stages(self) -> StagePlan:
         """The ring of the operands: lhs, then those of rhs."""
         params = self.params
-        # The CTAs of a cluster along n have the same rows, those along m the same columns.
-        # In turns each consumer reads the whole tile of its own items; else the sharers split lhs and all read rhs.
+        # The CTAs of a cluster along n have the same rows, those along m the same columns. In turns each consumer reads
+        # the whole tile of its own items; else they split lhs, and all read rhs.
         parts = [self.lhs.part(params.block_m, params.sharers, params.cluster_n > 1)]
         parts += [layout.part(self.columns, 1, params.cluster_m > 1) for layout in self.rhs]
         return StagePlan(tuple(parts), params.num_stages, params.sharers, params.cluster, params.owners)
@@ -68,7 +68,7 @@ class MatmulPlan:
         """Parts of a consumer's tile that it writes while TMA stores others: as many as it has, if there is memory."""
         rows, columns = self.store_tile.shape
         parts = self.params.consumer_rows // rows * (self.columns // columns)
-        # Two at least, so that a part is written while TMA stores the one before.
+        # At least two, so that a part is written while TMA stores the one before.
         free = SHARED_BYTES - self.stages.shared_bytes - self._barrier_bytes - self.reserved
         return max(min(parts, free // self.store_tile.stack_bytes(self.params.consumers)), min(parts, 2))
 

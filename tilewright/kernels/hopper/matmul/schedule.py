@@ -61,9 +61,8 @@ def in_bands(item: Scalar, row_tiles: Scalar, column_tiles: int, band: int) -> T
 
     What the clusters work on at a time is then about as many rows as columns, whose operands the L2 cache holds.
     """
-    # The last band may have fewer rows of tiles.
     # Row fastest within a band: as many CTAs as a band has rows take one tile of rhs at a time, and its rows of lhs are
-    # read again for the next columns while they are still in the L2 cache.
+    # read again for the next columns while they are still in the L2 cache. The last band may have fewer rows of tiles.
     items_of_band = jnp.int32(band * column_tiles)
     first = lax.div(item, items_of_band) * band
     index = lax.rem(item, items_of_band)
@@ -124,7 +123,7 @@ class DenseSchedule:
         """An item of a CTA of its cluster."""
         index = in_bands(item, self.tiles.row, self.tiles.column, self.tile.band)
         row, column = self.tile.place(index, cta)
-        # Where a block of the vocabulary begins only the device may know; the result begins at column 0 all the same.
+        # Only the device may know where a block of the vocabulary begins; the result begins at column 0 all the same.
         rhs_column = None if self.first_column is None else self.first_column[0] + column
         return Work(row, column, None, jnp.int32(0), jnp.int32(self.steps), rhs_column=rhs_column)
 
@@ -294,6 +293,6 @@ class RaggedReductionSchedule:
         # A group without rows has no steps, and its matrix zeros.
         start, end = self.starts[matrix], self.ends[matrix]
         steps = lax.div(end - start + (self.block_k - 1), jnp.int32(self.block_k))
-        # K begins at the group's first row, which is a multiple of nothing: these operands lie in panels, whose TMA
-        # copies may begin at any row.
+        # K begins at the group's first row, which may be any: these operands lie in panels, whose TMA copies may begin
+        # at any row.
         return Work(row, column, matrix, start, steps, None, end)

@@ -87,8 +87,8 @@ def store_rows(buffer: Ref, target: Ref, row: Scalar, column: Scalar, own_rows: 
         # TMA has no count of rows that only the device knows: a copy for each bit of it.
         count = rows // 2
         while count:
-            # The greater bits have stored the rows before.
-            # More groups than one for a part: the waits above then wait for more than they need, never for less.
+            # The greater bits have stored the rows before. A part then makes several groups, so that the waits above
+            # wait for more than they need, never for less.
             pl.when(own_rows & count != 0)(_part(store, own_rows & ~(2 * count - 1), count))
             count //= 2
 
