@@ -160,6 +160,7 @@ def over_query_steps[Carry](
         steps = ctx.schedule.steps(ctx.operands.tables, b, head, kv_tile)
 
         def one_tile(number: Scalar, carry: Carry) -> Carry:
+            # The S that is computed ahead belongs to the next step, and must not wait for loads that never come.
             more = number + 1 < steps.total
             # The next head of the item has one step at least.
             more = more if one_head else more | (member + 1 < num_heads)

@@ -88,6 +88,7 @@ def delta_kernel(
 
     def body(refs: _Operands[Ref], results: _Results[Ref], scratch: _Scratch[Ref]) -> None:
         program = lax.axis_index("program")
+        # Heads are the fastest: rows of O and dO have all heads side by side in memory.
         head, rest = lax.rem(program, jnp.int32(heads)), lax.div(program, jnp.int32(heads))
         b, q_tile = lax.div(rest, jnp.int32(tiles)), lax.rem(rest, jnp.int32(tiles))
         rows = pl.ds(q_tile * ROWS, ROWS)

@@ -337,6 +337,8 @@ class BackwardPlan:
 
     @property
     def v_ring(self) -> RingPlan:
+        # One stage, as for K: both are released before dK and dV are stored, and those of the next item arrive
+        # meanwhile.
         return self._ring(self.params.block_k, self.value_dim, 1)
 
     @property

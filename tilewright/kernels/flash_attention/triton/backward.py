@@ -143,6 +143,7 @@ def key_value_steps(
         head_bias, head_mask, dropout_key = score_terms_of_head(
             bias, mask, dropout_keys, batch, head, q_length, kv_length, HEADS, BIAS, MASK, THRESHOLD
         )
+        # Zeros beyond the end: what memory holds there times P = 0 may be NaN.
         q = load_tile(query_source, head, row, q_length, HEADS, BLOCK_Q, DIM, HEAD_DIM, MASKED, TMA)
         d_o = load_tile(d_out_source, head, row, q_length, HEADS, BLOCK_Q, VALUE_DIM, HEAD_VALUE_DIM, MASKED, TMA)
         # All tiles of scores in this kernel are [keys, queries]: S, P, dP and dS below are transposed.

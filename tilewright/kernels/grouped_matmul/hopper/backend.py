@@ -92,6 +92,7 @@ class HopperGroupedMatmul(
             k_first = not problem.options.transpose_rhs
             plans = [rows_plan(dtype, shape, params, problem.options.out_dtype, k_first=k_first)]
         else:
+            # The gradient of lhs contracts over n: its K is the other dimension of the matrices.
             k_first = problem.options.transpose_rhs
             plans = [rows_plan(dtype, shape, params.lhs, dtype, k_first=k_first)]
             plans.append(reduction_plan(dtype, params.rhs, problem.rhs_dtype))
@@ -127,6 +128,7 @@ class HopperGroupedMatmul(
                 products, bounds, params.lhs, lhs.dtype, k_first=transposed, has_offset=has_offset
             )
         if "rhs" in inputs.gradients:
+            # The order that gives the gradient in the layout of rhs.
             left, right = (cotangents, lhs) if transposed else (lhs, cotangents)
             gradients["rhs"] = outer_products(left, right, bounds, params.rhs, rhs.dtype)
         return gradients

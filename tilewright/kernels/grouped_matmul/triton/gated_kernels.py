@@ -17,6 +17,7 @@ import triton.language as tl
 def activated(x, ACTIVATION: tl.constexpr):
     """The activation of that name."""
     if ACTIVATION == "silu":
+        # Where exp overflows, x / ∞ is the −0 that silu tends to.
         y = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))

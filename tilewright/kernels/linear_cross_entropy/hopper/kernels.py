@@ -120,7 +120,10 @@ def _tiles(head: Head, begin: jax.Array | None, size: int, tail: int | None, til
     bias = head.bias
     if bias is not None:
         if begin is not None:
+            # By XLA: a block may begin at an odd class, and the kernel loads two classes at a time, at multiples of 8
+            # bytes.
             bias = lax.dynamic_slice_in_dim(bias, begin[0], size)
+        # By a tile: loads of the last tile are not clipped.
         bias = jnp.pad(bias.astype(jnp.float32), (0, tile.block_n * tile.cluster_n))
     return LogitTiles(begin, bias, head.soft_cap, tail)
 

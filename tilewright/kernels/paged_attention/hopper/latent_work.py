@@ -67,6 +67,7 @@ class LatentPlan:
 
     def scratch(self) -> LatentScratch[RingPlan, object]:
         """The rings, and scratch types of the buffer and of the barriers."""
+        # Q is loaded once, so its stages are never released.
         q_left, q_right, q_rest = (RingPlan(SharedTile((ROWS, size), self.dtype), 1, 1) for size in SIZES)
         # Only the first consumer reads the left half.
         left, right, rest = (

@@ -232,6 +232,7 @@ def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Arr
     short = plan.rows <= call.tokens
     same_kind = short[None] == short[:, None]
     started, total = (jnp.where(which & same_kind, cost, 0).sum(axis=1) for which in (before(-cost), True))
+    # 2 is behind every share, which is below 1.
     share = jnp.where(plan.rows > 0, started / jnp.maximum(total, 1), 2.0)
     rank = before(share).sum(axis=1, dtype=jnp.int32)
     fields = jnp.stack([getattr(work, field.name) for field in dataclasses.fields(TileWork)])

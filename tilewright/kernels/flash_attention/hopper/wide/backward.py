@@ -136,6 +136,7 @@ def wide_key_value_kernel(
             run(work, registers.consumer, "increase", lambda steps: release_last_stage(output.after(steps)))
 
         warpgroup, load = lax.axis_index("warpgroup"), functools.partial(load_item, ctx)
+        # Each consumer with the ring through whose last stage its gradient leaves.
         pl.when(warpgroup == DV_WARPGROUP)(functools.partial(consume, compute_dv, scratch.d_out))
         pl.when(warpgroup == DK_WARPGROUP)(functools.partial(consume, compute_dk, scratch.q))
         pl.when(warpgroup == PRODUCER)(functools.partial(run, load, registers.producer, "decrease"))

@@ -138,6 +138,8 @@ class WideBackwardPlan:
             minus_lse=RingPlan(row_tile, params.query_stages, 1),
             minus_delta=RingPlan(row_tile, params.d_out_stages, 1),
             bias=self._bias_ring(staged, 1),
+            # The writer of P, and that of dS, may read it as an operand, too, but releases nothing: it writes the next
+            # tile only behind the wait for its own MMAs.
             p=RingPlan(self.p_tile, 1, 1, writers=1),
             ds=RingPlan(self.ds_tile, 1, 1, writers=1) if self.fuses_dq else None,
             p_dv=None,
