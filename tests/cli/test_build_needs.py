@@ -191,9 +191,9 @@ def lock_of(*decided, device="gpu:NVIDIA H200:9.0"):
 def test_a_lock_file_needs_what_its_decisions_name(nvcc, tmp_path):
     lock = lock_of(
         (
-            (1, 256, 2, 128),
+            (1, 256, 2, 320),
             "forward",
-            Choice("cuda", None, cuda.CudaForwardParams("fmha_hopperF_bf16_128x128_k128_full")),
+            Choice("cuda", None, cuda.CudaForwardParams("fmha_hopperF_bf16_64x64_k512_halves")),
         ),
         ((1, 256, 2, 128), "backward", Choice("cuda", None, cuda.CudaBackwardParams(None, True))),
         ((1, 256, 2, 64), "forward", Choice("xla", None, None)),
@@ -202,13 +202,13 @@ def test_a_lock_file_needs_what_its_decisions_name(nvcc, tmp_path):
     assert "2 of 2 built now" in invoke("--lock", "lock.json").output
     assert built(tmp_path) == [
         "flash_attention_ampere_backward-bf16_k128_plain-sm_90a",
-        "flash_attention_hopper_forward-bf16_k128-sm_90a",
+        "flash_attention_hopper_wide_forward-bf16_k512-sm_90a",
     ]
 
 
 def test_decisions_on_what_is_not_here_are_passed_over(nvcc, tmp_path):
-    params = cuda.CudaForwardParams("fmha_hopperF_bf16_128x128_k128_full")
-    known = lock_of(((1, 256, 2, 128), "forward", Choice("cuda", None, params))).decisions[0]
+    params = cuda.CudaForwardParams("fmha_hopperF_bf16_64x64_k512_halves")
+    known = lock_of(((1, 256, 2, 320), "forward", Choice("cuda", None, params))).decisions[0]
     others = [
         Decision("another_op", "forward", "", known.key.replace('"op":"flash_attention"', '"op":"another_op"'), {}, ""),
         Decision("flash_attention", "forward", "", known.key.replace('"version":"1"', '"version":"0"'), {}, ""),

@@ -102,11 +102,13 @@ def test_cuda_says_the_grids_of_its_forward_variants():
     for table in TABLES["forward"]:
         assert all(queries_per_block(variant) for variant in table.variants)
     assert not any(queries_per_block(variant) for table in TABLES["backward"] for variant in table.variants)
-    hopper = next(v for v in hopper_variants.FORWARD.variants if v.name.startswith("fmha_hopperF_bf16_128x128_k128"))
+    hopper = next(v for v in hopper_variants.WIDE_FORWARD.variants if v.dtype == "bf16")
     ampere = next(v for v in ampere_variants.FORWARD.variants if v.dtype == "bf16" and v.max_dim == 128)
     cutlass = next(v for v in cutlass_variants.FORWARD.variants if "F_bf16_aligned_32x128" in v.name)
-    for variant, queries in ((hopper, 128), (ampere, ampere.tile.queries), (cutlass, 32)):
-        share = bounds(ONE_HEAD, CudaForwardParams(variant.name), platform="cuda")
+    wide = dataclasses.replace(ONE_HEAD, head_dim=512)
+    calls = ((wide, hopper, 64), (ONE_HEAD, ampere, ampere.tile.queries), (ONE_HEAD, cutlass, 32))
+    for case, variant, queries in calls:
+        share = bounds(case, CudaForwardParams(variant.name), platform="cuda")
         assert share == pytest.approx(132 / (1024 // queries))
     assert bounds(ONE_HEAD, CudaForwardParams(), platform="cuda") == 1.0
 

@@ -233,7 +233,10 @@ def test_groups_are_chosen_by_name():
         (["--table", "nonesuch"], "nonesuch; there are"),
         (["--arch", "hopper"], "'hopper' is no CUDA architecture"),
         (["--arch", "80", "--table", "packed_attention_hopper"], "none that ships is called packed_attention_hopper"),
-        (["--arch", "90a", "--group", "bf16_k32", "--table", "packed_attention_hopper"], "no group that ships has all"),
+        (
+            ["--arch", "90a", "--group", "bf16_k512", "--table", "packed_attention_hopper"],
+            "no group that ships has all",
+        ),
     ],
 )
 def test_what_does_not_ship_is_one_line(arguments, message, capsys):

@@ -72,9 +72,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         {
             f"flash_attention_{name}": f"tilewright.kernels.flash_attention.cuda.{table}"
             for name, table in (
-                ("hopper_forward", "hopper_variants:FORWARD"),
                 ("hopper_wide_forward", "hopper_variants:WIDE_FORWARD"),
-                ("hopper_backward", "hopper_variants:BACKWARD"),
                 ("ampere_forward", "ampere_variants:FORWARD"),
                 ("ampere_backward", "ampere_variants:BACKWARD"),
                 ("forward", "cutlass_variants:FORWARD"),

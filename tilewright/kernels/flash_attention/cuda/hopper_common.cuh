@@ -1,53 +1,19 @@
-// Shared by the forward and backward kernels for compute capability 9.0a: the problem shape, tensor strides, the tile
-// order, the TMA store of a tile, checks of limits.
-//
-// The arithmetic is that of the collectives of CUTLASS's example 88; the kernels around them are ours.
+// What the kernel for compute capability 9.0a builds on: the problem shape, tensor strides, the tile order, the staging
+// of an output tile, checks of limits.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-#include "cutlass/cutlass.h"
-#include "cutlass/fast_math.h"
-#include "cutlass/numeric_conversion.h"
-#include "cutlass/numeric_types.h"
-
-namespace cutlass::fmha::collective {
-
-// Adds assignment from float, which `bfloat16_t` lacks and the backward collective uses.
-template <class Number>
-struct Assignable : Number {
-  CUTLASS_HOST_DEVICE Assignable& operator=(float value) {
-    static_cast<Number&>(*this) = Number(value);
-    return *this;
-  }
-};
-
-}  // namespace cutlass::fmha::collective
-
-#include "cute/tensor.hpp"
-
-namespace cutlass::fmha::collective {
-
-// The collectives call make_fragment_like unqualified, on a float accumulator, for a fragment of the operands' type.
-// Lookup finds this overload beside cute's, and it is the more specialized one.
-template <class Number, size_t kSize, class Layout>
-CUTE_HOST_DEVICE constexpr auto make_fragment_like(cute::Tensor<cute::ArrayEngine<float, kSize>, Layout> const& like) {
-  if constexpr (cute::is_same_v<Number, cutlass::bfloat16_t>) {
-    return cute::make_fragment_like<Assignable<Number>>(like.layout());
-  } else {
-    return cute::make_fragment_like<Number>(like.layout());
-  }
-}
-
-}  // namespace cutlass::fmha::collective
-
 #include "attention.cuh"
-#include "collective/fmha_common.hpp"
+#include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
+#include "cutlass/cutlass.h"
+#include "cutlass/fast_math.h"
 #include "cutlass/gemm/collective/collective_builder.hpp"
-#include "cutlass/pipeline/pipeline.hpp"
+#include "cutlass/numeric_conversion.h"
+#include "cutlass/numeric_types.h"
 #include "tilewright/warpgroup.cuh"
 
 namespace tilewright::attention::hopper {
@@ -57,7 +23,7 @@ using namespace cute;
 constexpr int kAlignment = 8;  // elements in 16 bytes, of which TMA wants each stride to be a multiple
 
 // (batch, heads, q_length, kv_length, head_dim, lowest, highest). A key is visible iff lowest <= key - query <=
-// highest. The collectives read the first five and pass the whole tuple to the masks.
+// highest.
 using Shape7 = cute::tuple<int, int, int, int, int, int, int>;
 
 inline Shape7 shape_of(const Problem& problem) {
@@ -75,8 +41,7 @@ inline Strides strides_of(int64_t length, int64_t heads, int64_t head_dim) {
   return {heads * head_dim, _1{}, {length * heads * head_dim, head_dim}};
 }
 
-// The shared-memory tile from which a warpgroup stores its output by TMA. A slice of the forward collective's layout of
-// Q has the same shape, but its swizzle is in elements, whereas that of the TMA descriptor is in bytes.
+// A tile [64, kHeadDim] of shared memory that TMA loads, or from which a warpgroup stores its output by TMA.
 template <int kHeadDim>
 using OutTile = cute::Shape<_64, Int<kHeadDim>>;
 template <class Number, int kHeadDim>
@@ -84,18 +49,8 @@ using OutLayout = decltype(tile_to_shape(
     cutlass::gemm::collective::detail::ss_smem_selector<GMMA::Major::K, Number, _64, Int<kHeadDim>>(),
     OutTile<kHeadDim>{}));
 
-template <class Operation, class Number, int kHeadDim>
-using OutTma = decltype(make_tma_copy(
-    Operation{}, make_tensor(static_cast<Number const*>(nullptr), repeat_like(Strides{}, int32_t(0)), Strides{}),
-    OutLayout<Number, kHeadDim>{}));
-
-// setmaxnreg counts per thread for the producer warpgroup and for the kGroups consumer warpgroups.
-template <int kGroups>
-struct Registers {
-  static_assert(kGroups == 2 || kGroups == 3);
-  static constexpr int kCopying = kGroups == 2 ? 24 : 32;
-  static constexpr int kComputing = kGroups == 2 ? 240 : 160;
-};
+// setmaxnreg counts per thread for the producer warpgroup and for the two consumer warpgroups.
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
 // The tile schedule: maps blockIdx.x to (tile, batch, head). Heads are grouped in sections whose K and V fit the L2
 // cache. Within a section the order is tile by tile, and all heads of the section for each tile. If later tiles have
@@ -148,7 +103,7 @@ inline ffi::Error check_limits(const Problem& problem, int64_t blocks) {
 
 inline ffi::Error read_scale(const Arguments& arguments, float* out) {
   TILEWRIGHT_RETURN_IF_ERROR(attribute<float>(arguments, "scale", out));
-  // The collectives keep the maximum of unscaled logits, and masked logits are -inf: a negative scale would turn the
+  // The kernel keeps the maximum of unscaled logits, and masked logits are -inf: a negative scale would turn the
   // maximum into a minimum, and 0 * -inf is NaN.
   if (!(*out >= 0)) return ffi::Error::InvalidArgument("this attention kernel needs a scale of 0 or more");
   *out = std::max(*out, 1e-30f);
@@ -164,18 +119,6 @@ CUTLASS_DEVICE void stage_tile(const Fragment& fragment, Shared&& shared, int th
   auto copying = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, TiledMma{}).get_thread_slice(thread);
   cute::copy(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, copying.retile_S(narrow), copying.partition_D(shared));
   cutlass::arch::fence_view_async_shared();
-}
-
-// Issues the TMA store (or reduce-add) of a tile [rows, head_dim]; one thread calls it. TMA clips rows and columns
-// outside the array.
-template <class Tma, class Shared, class Tile>
-CUTLASS_DEVICE void send_tile(const Tma& tma, const Shared& shared, const Tile& tile, int length, int head_dim,
-                              int batches, int heads, int row_tile, int batch, int head) {
-  Tensor all = tma.get_tma_tensor(make_shape(length, head_dim, make_shape(batches, heads)));
-  Tensor to = local_tile(all(_, _, make_coord(batch, head)), tile, make_coord(row_tile, _0{}));
-  auto slice = tma.get_slice(_0{});
-  cute::copy(tma, slice.partition_S(shared), slice.partition_D(to));
-  tma_store_arrive();
 }
 
 }  // namespace tilewright::attention::hopper

@@ -149,10 +149,10 @@ struct HopperWideForward {
     cute::cluster_wait();
     const TileCoord coord = tile_coord_of(p);
     if (group == 2) {
-      cutlass::arch::warpgroup_reg_dealloc<Registers<2>::kCopying>();
+      cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
       if (copies) copy(p, storage, coord);
     } else {
-      cutlass::arch::warpgroup_reg_alloc<Registers<2>::kComputing>();
+      cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       compute(p, storage, coord, group);
     }
     // The other CTA may still multicast into this CTA's shared memory, or arrive on its barriers: exit together.

@@ -21,12 +21,11 @@ from tilewright.ops.types import Device, Direction
 
 TABLES = {
     "forward": (
-        hopper_variants.FORWARD,
         hopper_variants.WIDE_FORWARD,
         ampere_variants.FORWARD,
         cutlass_variants.FORWARD,
     ),
-    "backward": (hopper_variants.BACKWARD, ampere_variants.BACKWARD, cutlass_variants.BACKWARD),
+    "backward": (ampere_variants.BACKWARD, cutlass_variants.BACKWARD),
 }
 """The tables of each direction, in the order in which they are tried."""
 
@@ -164,8 +163,6 @@ def queries_per_block(variant: Variant) -> int | None:
             return variant.block_q
         case ampere_variants.AmpereForwardVariant():
             return variant.tile.queries
-        case hopper_variants.HopperForwardVariant():
-            return variant.tile_q
         case hopper_variants.HopperWideForwardVariant():
             return hopper_variants.WIDE_TILE_Q
     return None
