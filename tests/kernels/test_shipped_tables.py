@@ -9,6 +9,7 @@ import pytest
 
 import tilewright
 from tilewright.kernels import OPS, kernel, masks
+from tilewright.kernels.flash_attention.cuda.selection import TABLES
 from tilewright.ops import AutotuningResult, ConfigSelectorChain, Invocation
 from tilewright.ops.config.tables import load_tables
 from tilewright.ops.utils.device import device_of_fingerprint
@@ -57,6 +58,37 @@ def test_each_entry_is_a_hit(name, folder):
         found = chain.lookup(inv)
         assert found.step == "shipped", (entry.shapes, found)
         assert found.config in entry.ranked
+
+
+def test_a_variant_that_is_gone_is_passed_over(name, tmp_path):
+    """Params name variants by strings, which any version reads: the next config of the entry is taken."""
+    said = json.loads((FOLDER / f"{name}.json").read_text())
+    (entry,) = (each for each in said["entries"] if each["shapes"].startswith("f16") and each["direction"] == "forward")
+    winner = entry["candidates"][entry["chosen"]]
+    gone = {"$dataclass": "tilewright/flash_attention.CudaForwardParams", "fields": {"variant": "fmha_hopperF_gone"}}
+    choice = {"platform": {"$enum": "tilewright/registry.Platform", "name": "CUDA"}, "algorithm": None, "params": gone}
+    config = {"$dataclass": "tilewright/portfolio.Choice", "fields": choice}
+    entry["candidates"].append(winner | {"config": config, "heuristic": False})
+    entry["chosen"] = len(entry["candidates"]) - 1
+    (tmp_path / f"{name}.json").write_text(json.dumps(said))
+    inv = call_of(entry["key"])
+    ranked = load_tables(said["device"], tmp_path)[inv.key].ranked
+    assert ranked[0].params.variant == "fmha_hopperF_gone"
+    found = ConfigSelectorChain(tables=tmp_path).lookup(inv)
+    assert (found.step, found.config) == ("shipped", ranked[1])
+    assert found.config == load_tables(said["device"])[inv.key].winner.config
+
+
+def test_tables_name_variants_that_exist(name):
+    said = json.loads((FOLDER / f"{name}.json").read_text())
+    named = {
+        (entry["direction"], params["fields"]["variant"])
+        for entry in said["entries"]
+        for candidate in entry["candidates"]
+        if "variant" in (params := candidate["config"]["fields"]["params"])["fields"]
+    }
+    known = {(way, variant.name) for way, tables in TABLES.items() for table in tables for variant in table.variants}
+    assert {each for each in named if each[1] is not None} <= known
 
 
 def concrete(kind):
