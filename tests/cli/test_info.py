@@ -44,7 +44,7 @@ def test_every_backend_of_every_op_is_asked(monkeypatch):
     assert by_name["flash_attention", "pallas"].why == "needs a GPU of compute capability 9.0"
     assert "cuDNN" in by_name["flash_attention", "cuda:cudnn"].why
     fa4 = by_name["flash_attention", "cuda:fa4"].why
-    assert fa4.endswith("needs flash-attn-4, quack-kernels, nvidia-cutlass-dsl: pip install 'tilewright[fa4]'")
+    assert fa4.endswith("needs flash-attn-4, quack-kernels, nvidia-cutlass-dsl, torch: pip install 'tilewright[fa4]'")
 
 
 def test_a_device_that_no_problem_is_served_on_is_not_listed():

@@ -132,8 +132,11 @@ def test_packages(monkeypatch: pytest.MonkeyPatch):
     assert reasons() == [
         f"needs flash-attn-4 {least['flash-attn-4']} or later, got 4.0.0b9",
         f"needs the package {absent}",
+        "needs the package torch (extra fa4), which is not installed",
     ]
     versions |= {"flash-attn-4": "4.0.0", "nvidia-cutlass-dsl": "4.10.0"}
+    assert reasons() == ["needs the package torch (extra fa4), which is not installed"]
+    versions["torch"] = "2.8.0+cu128"
     assert reasons() == []
 
 

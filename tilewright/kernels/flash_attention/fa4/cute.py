@@ -1,19 +1,14 @@
 """Launches FlashAttention-4's kernels for Hopper from JAX, through the CuTe DSL; the only module that knows both.
 
-The packages are ``flash-attn-4`` and ``nvidia-cutlass-dsl`` with its ``cutlass.jax``. They are looked for only when a
-call could run on such a GPU, and either may be missing.
+The packages are ``flash-attn-4``, which imports PyTorch, and ``nvidia-cutlass-dsl`` with its ``cutlass.jax``. They are
+looked for only when a call could run on such a GPU, and any of them may be missing.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
-import sys
-import types
-from collections.abc import Callable, Iterator, Mapping
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,14 +28,6 @@ KERNELS = {
 }
 """Module of ``flash_attn.cute``, and class."""
 
-_HOLLOW = ("flash_attn.cute", "quack", "quack.dsl")
-"""Packages whose ``__init__`` imports PyTorch, although some of their modules do not need it."""
-
-_PATCHES = ("quack.dsl.cute_tensor_indexing", "quack.dsl.cute_tensor", "quack.dsl.mixed_constexpr_if")
-"""Modules that ``quack.dsl`` imports to patch the DSL."""
-
-_TORCH = ("torch", "torch._subclasses", "torch._subclasses.fake_tensor")
-
 type Lengths = tuple[jax.Array | None, jax.Array | None]
 
 
@@ -49,14 +36,21 @@ def missing_packages() -> tuple[str, ...]:
     """Reasons why the packages cannot be used, by their versions."""
     reasons = []
     for name, min_version in MIN_VERSIONS.items():
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        version = _installed_version(name)
+        if version is None:
             reasons.append(f"needs the package {name} {min_version} or later (extra fa4), which is not installed")
-            continue
-        if _version_key(version) < _version_key(min_version):
+        elif _version_key(version) < _version_key(min_version):
             reasons.append(f"needs {name} {min_version} or later, got {version}")
+    if _installed_version("torch") is None:  # flash-attn-4 imports it, of any version
+        reasons.append("needs the package torch (extra fa4), which is not installed")
     return tuple(reasons)
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _version_key(version: str) -> tuple[int, ...]:
@@ -78,7 +72,7 @@ def _version_key(version: str) -> tuple[int, ...]:
 def package_reasons() -> list[str]:
     """Reasons why the packages cannot be used, as far as they are known without loading them.
 
-    Every call on a Hopper GPU needs these reasons, and loading takes seconds, or a quarter of a minute with PyTorch.
+    Every call on a Hopper GPU needs these reasons, and loading takes a quarter of a minute, since it imports PyTorch.
     """
     return [*missing_packages()] or [f"FlashAttention-4 cannot be loaded: {error}" for error in _LOAD_ERRORS]
 
@@ -125,10 +119,8 @@ def kernels() -> _Kernels:
 def _loaded() -> _Kernels:
     cutlass = importlib.import_module("cutlass")
     bridge = importlib.import_module("cutlass.jax")
-    # With PyTorch the packages are imported as they are: others may use them, and need what stand-ins lack.
-    with contextlib.nullcontext() if _torch_can_be_imported() else _without_torch():
-        found = {name: importlib.import_module(f"flash_attn.cute.{module}") for name, (module, _) in KERNELS.items()}
-        utils = importlib.import_module("flash_attn.cute.utils")
+    found = {name: importlib.import_module(f"flash_attn.cute.{module}") for name, (module, _) in KERNELS.items()}
+    utils = importlib.import_module("flash_attn.cute.utils")
     return _Kernels(
         {name: getattr(found[name], kind) for name, (_, kind) in KERNELS.items()},
         utils,
@@ -137,75 +129,6 @@ def _loaded() -> _Kernels:
         bridge.cutlass_call,
         tuple(importlib.metadata.version(name) for name in MIN_VERSIONS),
     )
-
-
-def _torch_can_be_imported() -> bool:
-    if "torch" in sys.modules:
-        return sys.modules["torch"] is not None
-    return importlib.util.find_spec("torch") is not None
-
-
-class _StandIn(types.ModuleType):
-    """A module whose every attribute is a distinct class: enough for annotations and keys of tables."""
-
-    def __getattr__(self, name: str) -> Any:
-        # The import system asks modules for such names, and takes what it gets.
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = type(name, (), {})
-        setattr(self, name, value)
-        return value
-
-
-@contextlib.contextmanager
-def _without_torch() -> Iterator[None]:
-    """Context for importing the kernels' modules without PyTorch, which only the functions around the kernels use.
-
-    Their packages remain without the names that ``__init__`` would import, which is impossible without PyTorch.
-    """
-    importlib.import_module("tvm_ffi")  # imported first: it would take the stand-in for PyTorch and patch it
-    # Such as None, by which an import of PyTorch may have been forbidden.
-    before = {name: sys.modules.pop(name) for name in _TORCH if name in sys.modules}
-    stand_ins = {name: _StandIn(name) for name in _TORCH}
-    for stand_in in stand_ins.values():
-        stand_in.__path__ = []
-    try:
-        hollow = [name for name in _HOLLOW if name not in sys.modules]
-        for name in hollow:
-            parent, _, last = name.rpartition(".")
-            module = types.ModuleType(name)
-            module.__path__ = _package_folders(name)
-            module.__spec__ = ModuleSpec(name, None, is_package=True)
-            module.__spec__.submodule_search_locations = module.__path__
-            sys.modules[name] = module
-            if parent:
-                setattr(sys.modules[parent], last, module)
-        sys.modules.update(stand_ins)
-        # Before the kernels' modules, which are written for the patched DSL.
-        for name in _PATCHES:
-            importlib.import_module(name)
-        yield
-    except BaseException:
-        # Modules that are half imported must not be found by the next attempt.
-        for name in [name for name in sys.modules if name.startswith(_HOLLOW)]:
-            del sys.modules[name]
-        raise
-    finally:
-        for name in _TORCH:
-            sys.modules.pop(name, None)
-        sys.modules.update(before)
-
-
-def _package_folders(package: str) -> list[str]:
-    """The folders of a package, found without running its ``__init__``; the parent package must be importable."""
-    parent, _, last = package.rpartition(".")
-    where = importlib.import_module(parent).__path__ if parent else None
-    for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        spec = find(package, where) if find is not None else None
-        if spec is not None and spec.submodule_search_locations is not None:
-            return list(spec.submodule_search_locations)
-    raise ImportError(f"no package {last!r} in {parent or 'the path'}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
