@@ -19,6 +19,7 @@ from tilewright.kernels.matmul.rings import strategy_of
 from tilewright.modules import all_gather_matmul, matmul, matmul_reduce_scatter
 from tilewright.ops.tuning.numerics import violations
 from tilewright.ops.utils.device import current_device
+from tilewright.ops.utils.known_devices import find_device
 
 OPS = {"gather": all_gather_matmul, "scatter": matmul_reduce_scatter}
 SPECS = {
@@ -233,6 +234,7 @@ def test_the_predicted_strategy(monkeypatch: pytest.MonkeyPatch):
     assert strategy_of(h100, 8, *(x / 64 for x in large)) == "collective"
     assert strategy_of(h100, 8, large[0], 0.0) == "collective"  # nothing to overlap with
     assert strategy_of(current_device(), 8, *large) == "collective"
+    assert strategy_of(find_device("TPU v5e").device, 8, *large) == "collective"  # nobody has measured its steps
     # Between two devices a ring was measured to be worth it where its transfers take no SMs.
     monkeypatch.setenv("XLA_FLAGS", "")
     assert strategy_of(h100, 2, *large) == "collective"

@@ -14,16 +14,19 @@ import numpy as np
 from tilewright.kernels.context_parallel.layout import Layout
 from tilewright.kernels.context_parallel.plan import ring_steps
 from tilewright.kernels.flash_attention.masking import Band
+from tilewright.ops.utils.known_devices import measured_rates
 
 type StrategyName = Literal["auto", "ring", "all_gather", "ulysses"]
 
-FLOPS = 6.3e11
-"""FLOPs of attention per millisecond: bfloat16 on an H100."""
+_RATES = measured_rates("H100")
 
-LINK_BYTES = 2.2e8
-"""Bytes per millisecond that a device sends while it receives as many: a hop of NCCL over NVLink of an H100."""
+FLOPS = _RATES.attention / 1e3
+"""FLOPs of attention per millisecond."""
 
-MEMORY_BYTES = 2.5e9
+LINK_BYTES = _RATES.link / 1e3
+"""Bytes per millisecond that a device sends while it receives as many."""
+
+MEMORY_BYTES = _RATES.write / 1e3
 """Bytes per millisecond of device memory."""
 
 COLLECTIVE_MS = 0.045

@@ -3,7 +3,7 @@
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tilewright.kernels.op.footprint import SHARED_KB
+from tilewright.ops.utils.known_devices import SHARED_KB
 
 CAPABILITY = (9, 0)
 

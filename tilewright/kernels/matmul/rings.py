@@ -33,14 +33,12 @@ from tilewright.kernels.op.sharding import AxisName, vary_over, varying_axes
 from tilewright.kernels.op.xla_flags import permutes_by_copies
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device
+from tilewright.ops.utils.known_devices import chip_of
 
 type Strategy = Literal["auto", "collective", "ring", "bidirectional", "remote"]
 
 STRATEGIES = get_args(Strategy.__value__)
 
-# Bytes per second that a device sends, and at the same time receives, over NVLink; from NVIDIA's data sheets. The first
-# entry that is part of the device's name applies.
-_LINKS = (("GH200", 450e9), ("H200", 450e9), ("H100", 450e9), ("A100", 300e9))
 _STEP_S = 10e-6
 """Assumed time that a step costs beside its transfer and its matmul: two launches and the wait for the neighbour."""
 
@@ -102,17 +100,17 @@ def strategy_of(device: Device, devices: int, moved_bytes: float, flops: float) 
     """Predicts which strategy is fastest, from rated peaks.
 
     Plain collectives take the time of the transfers and then that of the matmul. A ring takes the longer of both in
-    each step, and 10 µs more. Behind NVLink switches a second direction adds nothing. On a device whose links and peaks
-    are not known nothing is known to overlap, so it takes collectives. So it does between two devices whose transfers
-    take SMs: there collectives were measured to be as fast or faster.
+    each step, and 10 µs more. Behind NVLink switches a second direction adds nothing. On TPUs, and on GPUs whose links
+    and peaks are not known, nothing is known to overlap, so it takes collectives. So it does between two devices whose
+    transfers take SMs: there collectives were measured to be as fast or faster.
     """
     if devices == 2 and not permutes_by_copies():
         return "collective"
-    peaks = peaks_of(device)
-    link = next((rate for name, rate in _LINKS if name in device.name), None)
-    if peaks is None or link is None:
+    peaks, chip = peaks_of(device), chip_of(device)
+    # The time that a step costs is one of launches, which a TPU's program has none of between its steps.
+    if device.kind != "gpu" or peaks is None or chip is None or not chip.link_gbs:
         return "collective"
-    transfer, compute, steps = moved_bytes / link, flops / peaks.flops, devices - 1
+    transfer, compute, steps = moved_bytes / (1e9 * chip.link_gbs), flops / peaks.flops, devices - 1
     one_by_one = steps * transfer + devices * compute
     overlapped = steps * (max(transfer, compute) + _STEP_S) + compute
     return "ring" if overlapped < one_by_one else "collective"

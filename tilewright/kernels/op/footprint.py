@@ -2,24 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from types import MappingProxyType
 
 from tilewright.ops.types import Device
+from tilewright.ops.utils.known_devices import SHARED_KB
 
-# From the CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", by capability times ten:
-# maximum opt-in shared memory of a block in KB; and the capabilities with half as many registers per block.
-SHARED_KB = MappingProxyType(
-    {
-        50: 48, 52: 48, 53: 48,
-        60: 48, 61: 48, 62: 48,
-        70: 96, 72: 96, 75: 64,
-        80: 163, 86: 99, 87: 163, 89: 99,
-        90: 227,
-        100: 227, 103: 227, 110: 227,
-        120: 99, 121: 99,
-    }
-)  # fmt: skip
 _HALF_REGISTERS = (53, 62)
+"""Compute capabilities times ten with half as many registers per block (CUDA C++ Programming Guide)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

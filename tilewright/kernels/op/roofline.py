@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.ops.types import Device
+from tilewright.ops.utils.known_devices import chip_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,12 +33,12 @@ def array_bytes(tree: Any, *, floating: bool = False) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peaks:
-    """Rated peaks of a device, from NVIDIA's data sheets.
+    """Rated peaks of a device.
 
     Attributes:
       flops: FLOP/s of dense 16-bit matmuls; matmuls of wider operands are no faster.
       bandwidth: bytes per second of device memory.
-      cache: bytes of the last-level cache, which may hold arrays that the caller has just written.
+      cache: bytes of on-chip memory, which may hold arrays that the caller has just written.
     """
 
     flops: float
@@ -45,18 +46,13 @@ class Peaks:
     cache: int
 
 
-# The first entry that is part of the device's name applies.
-_PEAKS = (
-    ("GH200", Peaks(989.4e12, 4.9e12, 60 << 20)),
-    ("H200", Peaks(989.4e12, 4.8e12, 50 << 20)),
-    ("H100", Peaks(989.4e12, 3.9e12, 50 << 20)),  # the fastest memory among the cards of that name
-    ("A100", Peaks(312e12, 2.04e12, 40 << 20)),
-)
-
-
 def peaks_of(device: Device) -> Peaks | None:
-    """The peaks of a device; ``None`` if they are unknown."""
-    return next((peaks for name, peaks in _PEAKS if device.kind == "gpu" and name in device.name), None)
+    """The peaks of the fastest device with the same chip; ``None`` if they are unknown."""
+    # By chip: the name of a MIG partition, or of a card that the table does not list, does not tell its memory.
+    chip = chip_of(device)
+    if chip is None or not chip.flops:
+        return None
+    return Peaks(chip.flops, 1e9 * chip.peak_gbs, round(chip.cache_mb * (1 << 20)))
 
 
 def min_ms(cost: Cost, device: Device) -> float:

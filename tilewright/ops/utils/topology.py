@@ -10,20 +10,20 @@ from types import MappingProxyType
 import jax
 
 from tilewright.errors import TargetDeviceError
-from tilewright.ops.utils.known_devices import KnownDevice
+from tilewright.ops.utils.known_devices import SHARED_KB, KnownDevice
 
 # From the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory in KB per
-# multiprocessor and (maximum) per block, threads per multiprocessor; then float32 units per multiprocessor.
+# multiprocessor, threads per multiprocessor; then float32 units per multiprocessor.
 _MULTIPROCESSORS = MappingProxyType(
     {
-        (7, 0): (96, 96, 2048, 64),
-        (7, 5): (64, 64, 1024, 64),
-        (8, 0): (164, 163, 2048, 64),
-        (8, 6): (100, 99, 1536, 128),
-        (8, 9): (100, 99, 1536, 128),
-        (9, 0): (228, 227, 2048, 128),
-        (10, 0): (228, 227, 2048, 128),
-        (12, 0): (100, 99, 1536, 128),
+        (7, 0): (96, 2048, 64),
+        (7, 5): (64, 1024, 64),
+        (8, 0): (164, 2048, 64),
+        (8, 6): (100, 1536, 128),
+        (8, 9): (100, 1536, 128),
+        (9, 0): (228, 2048, 128),
+        (10, 0): (228, 2048, 128),
+        (12, 0): (100, 1536, 128),
     }
 )
 # Names of slices by number of chips, from Google Cloud's "TPU versions".
@@ -56,8 +56,9 @@ def target_config(known: KnownDevice) -> str:
     """
     if known.capability is None:
         raise ValueError(f"{known.name} is no GPU")
-    shared, shared_of_block, threads, units = _MULTIPROCESSORS[known.capability]
+    shared, threads, units = _MULTIPROCESSORS[known.capability]
     major, minor = known.capability
+    shared_of_block = SHARED_KB[10 * major + minor]
     # Architecture-specific features exist from 9.0 on.
     features = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return f"""gpu_device_info {{
@@ -73,7 +74,7 @@ def target_config(known: KnownDevice) -> str:
   block_dim_limit_y: {(1 << 16) - 1}
   block_dim_limit_z: {(1 << 16) - 1}
   memory_bandwidth: {round(known.bandwidth_gbs * 1e9)}
-  l2_cache_size: {round(known.l2_mb * (1 << 20))}
+  l2_cache_size: {round(known.chip.cache_mb * (1 << 20))}
   clock_rate_ghz: {known.clock_ghz}
   device_memory_size: {round(known.memory_gb * 1e9)}
   cuda_compute_capability {{ major: {major} minor: {minor}{features} }}
@@ -107,13 +108,13 @@ def _gpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
 def _tpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
     from jax.experimental import topologies
 
-    devices_per_chip = 2 if known.model in _TWO_DEVICES_PER_CHIP else 1
-    shapes = _FLAT_SLICES if known.model in _FLAT else _CUBIC_SLICES
+    devices_per_chip = 2 if known.chip.name in _TWO_DEVICES_PER_CHIP else 1
+    shapes = _FLAT_SLICES if known.chip.name in _FLAT else _CUBIC_SLICES
     sizes = {devices_per_chip * chips: shape for chips, shape in shapes.items()}
     if count not in sizes:
         counts = ", ".join(map(str, sizes))
         raise TargetDeviceError(f"slices of {known.name} that can be compiled for have {counts} devices, got {count=}")
-    description = topologies.get_topology_desc(f"{known.model}:{sizes[count]}", platform="tpu")
+    description = topologies.get_topology_desc(f"{known.chip.name}:{sizes[count]}", platform="tpu")
     cores = {device.num_cores for device in description.devices}  # type: ignore[attr-defined]
     if cores != {known.cores}:
         raise TargetDeviceError(

@@ -5,21 +5,13 @@ import math
 from collections.abc import Callable, Iterable
 
 from tilewright.kernels.hopper.matmul.params import MatmulParams
+from tilewright.ops.utils.known_devices import measured_rates
 
-SM_FLOPS = 6.1e12
-"""FLOP/s of the tensor cores of an SM at the clock that they keep under load: 800e12 for 132 of them."""
-
-SM_L2_BYTES = 70e9
-"""Bytes/s that an SM gets from the L2 cache while all load tiles, many of them the same ones."""
-
-READ_BYTES = 2.9e12
-"""Bytes/s of global memory for reads."""
-
-WRITE_BYTES = 2.5e12
-"""Bytes/s of global memory for writes of values that are not all alike."""
+_RATES = measured_rates("H100")
+"""The model takes every Hopper GPU for an H100 with its number of SMs: on the others nothing was measured."""
 
 NARROW_WRITES = 0.9
-"""Share of that with tiles whose rows are not a multiple of 256 bytes (192 columns)."""
+"""Share of the rate of writes with tiles whose rows are no multiple of 256 bytes, 192 columns."""
 
 STORE_BYTES = 100e9
 """Bytes/s of the store of a CTA's tile, which no MMA overlaps with if all consumers share the tile."""
@@ -94,7 +86,7 @@ def reduction_candidates(rows: int, groups: int, m: int, n: int, num_sms: int) -
 def _memory(tile: MatmulParams, read: float, written: float) -> float:
     """Time of global memory for so many elements."""
     narrow = NARROW_WRITES if tile.block_n % 128 else 1.0
-    return 2 * (read / READ_BYTES + written / (WRITE_BYTES * narrow))
+    return 2 * (read / _RATES.read + written / (_RATES.write * narrow))
 
 
 def _both(computing: float, memory: float) -> float:
@@ -108,7 +100,7 @@ def _seconds(tile: MatmulParams, row_tiles: float, n: int, k: float, num_sms: in
     programs = num_sms // tile.cluster
     items = row_tiles * math.ceil(n / (columns * tile.cluster_n))
     loaded = 2 * BLOCK_K * (tile.block_m / tile.cluster_n + tile.block_n / tile.cluster_m)
-    step = max(2 * tile.block_m * tile.block_n * BLOCK_K / SM_FLOPS, loaded / SM_L2_BYTES)
+    step = max(2 * tile.block_m * tile.block_n * BLOCK_K / _RATES.sm_flops, loaded / _RATES.sm_l2)
     rest = 2 * tile.block_m * columns / STORE_BYTES + ITEM_SECONDS
     # Of many rounds the last one, which is not whole, weighs little.
     rounds = items / programs if items > 8 * programs else math.ceil(items / programs)
