@@ -19,6 +19,7 @@ from tilewright.kernels.flash_attention.hopper.params import (
     WideBackwardParams,
 )
 from tilewright.kernels.flash_attention.op import FlashAttention
+from tilewright.kernels.footprint import Footprint, block_limits, busy_share, launch_reasons, max_vmem_bytes
 from tilewright.kernels.hopper.limits import SHARED_BYTES
 from tilewright.kernels.op.footprint import Footprint, block_limits, busy_share, launch_reasons
 from tilewright.kernels.op.portfolio import Choice
@@ -26,6 +27,7 @@ from tilewright.ops import ConfigSelectorChain, Invocation
 from tilewright.ops.tuning.candidate_search import PLAUSIBLE
 from tilewright.ops.tuning.tuning import Autotuner
 from tilewright.ops.types import Device, MappedAxis
+from tilewright.ops.utils.known_devices import find_device
 
 KERNEL = FlashAttention()
 UNKNOWN = Device("gpu", "of tomorrow", (19, 3), 500)
@@ -59,12 +61,30 @@ def test_what_is_not_launched(footprint: Footprint, reason: str):
     assert launch_reasons([footprint], UNKNOWN) == launch_reasons([footprint], Device("cpu", "cpu")) == []
 
 
+@pytest.mark.parametrize(("name", "mib"), [("TPU v4", 16), ("TPU v5 lite", 128), ("TPU v5", 64), ("TPU v6 lite", 128)])
+def test_the_vmem_of_a_tpu(name: str, mib: int):
+    tpu = find_device(name).device
+    assert max_vmem_bytes(tpu) == mib << 20
+    fits = Footprint(threads=1 << 20, vmem_bytes=mib << 20)  # threads are no resource of a TPU
+    assert launch_reasons([fits], tpu) == []
+    (reason,) = launch_reasons([fits, Footprint(vmem_bytes=(mib << 20) + 1)], tpu)
+    assert reason == f"a block would take vmem_bytes={(mib << 20) + 1}, and may have {mib << 20} on {name}"
+
+
+def test_vmem_is_limited_on_known_tpus_alone():
+    huge = Footprint(vmem_bytes=1 << 40)
+    for device in (H100, UNKNOWN, Device("cpu", "cpu"), Device("tpu", "TPU v99")):
+        assert max_vmem_bytes(device) is None
+        assert launch_reasons([huge], device) == []
+
+
 def test_the_share_that_grids_keep_busy():
     assert busy_share([Footprint(66)], H100) == 0.5
     assert busy_share([Footprint(0)], H100) == 1 / 132
     assert busy_share([Footprint(1000)], H100) == 1.0
     assert busy_share([Footprint(13), Footprint(33)], H100) == 0.25  # one of them may do all of the work
     assert busy_share([Footprint(13), Footprint()], H100) == 1.0
+    assert busy_share([Footprint(1)], find_device("TPU v4").device) == 0.5  # of two cores
     assert busy_share([], H100) == busy_share([Footprint(1)], dataclasses.replace(H100, cores=0)) == 1.0
 
 

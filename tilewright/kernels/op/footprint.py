@@ -1,13 +1,14 @@
 """Resources that a kernel needs on a device, and the limits that follow before anything is compiled or measured."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tilewright.ops.types import Device
-from tilewright.ops.utils.known_devices import SHARED_KB
+from tilewright.ops.utils.known_devices import SHARED_KB, chip_of
 
+# From the CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability": those with half as many
+# registers per block, times ten.
 _HALF_REGISTERS = (53, 62)
-"""Compute capabilities times ten with half as many registers per block (CUDA C++ Programming Guide)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,45 +41,63 @@ def max_shared_bytes(device: Device, unknown: int) -> int:
     return unknown if limits is None else limits.shared_bytes
 
 
+def max_vmem_bytes(device: Device) -> int | None:
+    """The VMEM of a core of a TPU; ``None`` if it is unknown, and for other devices."""
+    chip = chip_of(device) if device.kind == "tpu" else None
+    return None if chip is None or not chip.vmem_mb else chip.vmem_mb << 20
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Footprint:
     """The resources of one kernel; a field that is ``None`` is unknown, and implies no limit.
 
     Attributes:
-      blocks: number of blocks in the grid.
+      blocks: number of blocks in the grid; on a TPU those steps of the grid that may run on different cores.
       threads: number of threads in a block.
       shared_bytes: shared memory of a block, static and dynamic.
       registers: registers of a thread at launch.
+      vmem_bytes: VMEM of a core of a TPU: the buffers of all blocks that are in flight, and scratch.
     """
 
     blocks: int | None = None
     threads: int | None = None
     shared_bytes: int | None = None
     registers: int | None = None
+    vmem_bytes: int | None = None
+
+    @property
+    def needs(self) -> Mapping[str, int | None]:
+        """The resources that devices limit, by name."""
+        found = {"threads": self.threads, "shared_bytes": self.shared_bytes, "vmem_bytes": self.vmem_bytes}
+        if self.registers is not None and self.threads is not None:
+            found["registers"] = self.registers * self.threads
+        return found
+
+
+def limits_of(device: Device) -> Mapping[str, int]:
+    """The maximum resources of a block of a kernel, by the names of ``Footprint.needs``; without those not known."""
+    # Mosaic for TPUs takes less VMEM by default, but a kernel may ask for all of it.
+    block, vmem = block_limits(device.capability), max_vmem_bytes(device)
+    found = {} if block is None else dataclasses.asdict(block)
+    return found if vmem is None else {**found, "vmem_bytes": vmem}
 
 
 def launch_reasons(footprints: Iterable[Footprint], device: Device) -> list[str]:
     """Reasons why a device would not launch one of these kernels; empty if its limits are unknown."""
-    limits = block_limits(device.capability)
-    if limits is None:
-        return []
-    reasons = []
-    for each in footprints:
-        needed = {"threads": each.threads, "shared_bytes": each.shared_bytes}
-        if each.registers is not None and each.threads is not None:
-            needed["registers"] = each.registers * each.threads
-        for name, size in needed.items():
-            limit = getattr(limits, name)
-            if size is not None and size > limit:
-                reasons.append(f"a block would take {name}={size}, and may have {limit} on {device.name}")
-    return reasons
+    limits = limits_of(device)
+    return [
+        f"a block would take {name}={size}, and may have {limits[name]} on {device.name}"
+        for each in footprints
+        for name, size in each.needs.items()
+        if size is not None and size > limits.get(name, size)
+    ]
 
 
 def busy_share(footprints: Sequence[Footprint], device: Device) -> float:
-    """An upper bound of the share of a device's multiprocessors that kernels can keep busy.
+    """An upper bound of the share of a device's multiprocessors, or of a TPU's cores, that kernels can keep busy.
 
-    A block runs on one multiprocessor, so a small grid leaves the others idle. Occupancy implies no further bound:
-    however few blocks fit on a multiprocessor, a single one may keep it busy.
+    A block runs on one of them, so a small grid leaves the others idle. Occupancy implies no further bound: however few
+    blocks fit on a multiprocessor, a single one may keep it busy.
 
     Args:
       footprints: those of every kernel with matmuls; empty if unknown.
