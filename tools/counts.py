@@ -4,6 +4,17 @@ Of sources in CUDA C++ the lines are counted, and nothing else.
 
 python -m tools.counts               # a line for each count of tilewright/
 python -m tools.counts --show cycles # what is behind one of them, by the name at the end of its line
+
+A cycle is a set of modules, or of rooms, that all reach each other by imports. Imports in functions, for type checkers
+and by strings count like any others. A string is an import if it is ``"package.module:Name"``, wherever it stands, or
+an argument of ``import_module``, also by way of a constant or a table of the module. An f-string counts as far as it is
+known without running the module. What only names a module is none: a logger, the module that a process is started with,
+a class's former name (``formerly=``).
+
+Rooms are compared in each folder: what lies in it, folders and files, imports one another as the modules within do. A
+file is a room of its own, above the folders that it imports. So an op that names its backends in the folders beside it,
+or a registry that names the ops, is no cycle, as long as nothing in those folders imports that very file; and two
+folders that name each other are one, even if no two modules do. Files of one folder count as modules only.
 """
 
 import argparse
@@ -65,12 +76,70 @@ def cuda_files(package: Path) -> list[Path]:
     return sorted(path for path in package.rglob("*") if path.suffix in CUDA_SUFFIXES)
 
 
+def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
+    """The values of the names that a module assigns at its top level."""
+    return {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+
+
+def _known_text(node: ast.AST | None, assigned: Mapping[str, ast.expr]) -> tuple[str, bool]:
+    """The string that an expression is, as far as that is written in the module, and whether that is all of it."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value, True
+    if isinstance(node, ast.FormattedValue):
+        node = node.value
+    if isinstance(node, ast.Name) and isinstance(assigned.get(node.id), ast.Constant):
+        return _known_text(assigned[node.id], assigned)
+    known = ""
+    for part in node.values if isinstance(node, ast.JoinedStr) else ():
+        text, is_whole = _known_text(part, assigned)
+        known += text
+        if not is_whole:
+            return known, False
+    return known, isinstance(node, ast.JoinedStr)
+
+
+def _named_by_strings(tree: ast.Module) -> set[str]:
+    """What strings would name as modules: those with a colon and a name behind, and those for ``import_module``.
+
+    Of an f-string with unknown parts that is the folder before the first of them.
+    """
+    assigned, found = _assigned(tree), set()
+    former = {id(part) for node in ast.walk(tree) if _is_former_name(node) for part in ast.walk(node)}
+    for node in ast.walk(tree):
+        if id(node) in former:
+            continue
+        text, is_whole = _known_text(node, assigned)
+        module, colon, name = text.partition(":")
+        if colon and name.isidentifier():
+            found.add(module)
+        elif not is_whole:
+            found.add(module.rpartition(".")[0])
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            parts = [part for argument in node.args for part in ast.walk(argument)]
+            tables = [assigned[each.id] for each in parts if isinstance(each, ast.Name) and each.id in assigned]
+            parts += [part for table in tables for part in ast.walk(table)]
+            found |= {text for text, is_whole in (_known_text(part, assigned) for part in parts) if is_whole}
+    return found
+
+
+def _is_former_name(node: ast.AST) -> bool:
+    """True for ``formerly=...``, with the names that classes had."""
+    return isinstance(node, ast.keyword) and node.arg == "formerly"
+
+
 def imports_of(module: Module, names: Iterable[str]) -> set[str]:
-    """The modules among ``names`` that a module imports, in functions and for types alone too.
+    """The modules among ``names`` that a module imports, in functions, for types alone and by strings too.
 
     A package is imported before its modules by Python itself; that is counted where the package is named.
     """
-    known, found = set(names), set()
+    known = set(names)
+    found = _named_by_strings(module.tree)
     is_package = module.path.name == "__init__.py"
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
@@ -119,6 +188,32 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
                     if len(part) > 1:
                         found.append(sorted(part))
     return sorted(found, key=len, reverse=True)
+
+
+def room_cycles(graph: Mapping[str, set[str]], packages: Iterable[str]) -> list[list[str]]:
+    """The cycles among what lies in each folder, at least one of them a folder; those of the outer folders first.
+
+    Args:
+      graph: the imports of each module.
+      packages: the modules that are ``__init__.py`` of a folder.
+    """
+    inits = set(packages)
+
+    def path(name: str) -> tuple[str, ...]:
+        return (*name.split("."), "__init__") if name in inits else tuple(name.split("."))
+
+    folders: dict[tuple[str, ...], dict[str, set[str]]] = collections.defaultdict(lambda: collections.defaultdict(set))
+    for name, imported in graph.items():
+        for other in imported:
+            pairs = list(
+                itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path(name), path(other), strict=False))
+            )
+            folder = tuple(part for part, _ in pairs)
+            mine, theirs = (".".join(path(each)[: len(folder) + 1]) for each in (name, other))
+            folders[folder][mine].add(theirs)
+            folders[folder][theirs] |= set()
+    found = [part for _, inside in sorted(folders.items()) for part in cycles(inside)]
+    return [part for part in found if any(name in inits for name in part)]
 
 
 def _code_lines(text: str, tree: ast.Module) -> list[tuple[int, str]]:
@@ -227,7 +322,9 @@ def counts_of(package: Path) -> dict[str, Count]:
     """All counts of a package, by the name that ``--show`` takes."""
     modules = modules_of(package)
     names = [module.name for module in modules]
-    found = cycles({module.name: imports_of(module, names) for module in modules})
+    graph = {module.name: imports_of(module, names) for module in modules}
+    found = cycles(graph)
+    rooms = room_cycles(graph, [module.name for module in modules if module.path.name == "__init__.py"])
     pairs = repeated(modules)
     annotations = list(_annotations(modules))
     loose = [place for place, said in annotations if said in ("Any", "Any | None")]
@@ -250,6 +347,11 @@ def counts_of(package: Path) -> dict[str, Count]:
             "modules in cycles of imports",
             f"{sum(map(len, found))} ({len(found)} cycles, the largest of {max(map(len, found), default=0)})",
             [" ".join(part) for part in found],
+        ),
+        "rooms": Count(
+            "rooms in cycles of imports",
+            f"{sum(map(len, rooms))} ({len(rooms)} cycles, the largest of {max(map(len, rooms), default=0)})",
+            [" ".join(part) for part in rooms],
         ),
         "repeated": Count(f"pairs of files that share {REPEATED_LINES} lines or more", str(len(pairs)), pairs),
         "any": Count("arguments annotated as Any", f"{share:.1f} % ({len(loose)} of {len(annotations)})", loose),

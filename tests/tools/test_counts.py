@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from tools.counts import counts_of, cycles, imports_of, main, modules_of
+from tools.counts import counts_of, cycles, imports_of, main, modules_of, room_cycles
 
 BODY = """
 def {name}(values: list[int], scale: Any, *rest: int, **options: "Any | None") -> int:
@@ -56,6 +56,55 @@ def test_imports_of_every_kind_are_found(package):
     assert cycles(graph_of(folder)) == [["house.one", "house.rooms.bed", "house.two"]]
 
 
+def test_strings_that_import_are_found(package):
+    folder = package(
+        one="""
+            HOME = "house.rooms"
+            PLACES: dict[str, str] = {"a": "house.two"}
+            BED = lazy(f"{HOME}.bed:Bed")
+            TABLES = {name: f"{HOME}.{name}" for name in NAMES}
+            def late(name):
+                return importlib.import_module(PLACES[name])
+        """,
+        two="import_module('house.rooms.bed')\nlogging.getLogger('house.one')\n['-m', 'house.one']",
+        rooms__in____init__="",
+        rooms__in__bed="@stable_id('bed', formerly=('house.two:Bed',))\nclass Bed: 'Sleeps in house.one: there.'",
+    )
+    assert graph_of(folder) == {
+        "house": set(),
+        "house.one": {"house.two", "house.rooms", "house.rooms.bed"},
+        "house.two": {"house.rooms.bed"},
+        "house.rooms": set(),
+        "house.rooms.bed": set(),
+    }
+
+
+def test_cycles_of_rooms(package):
+    """The registry and an op's backend are none, two ops that need each other are one."""
+    folder = package(
+        __init__="OPS = ('house.bed.op:Bed', 'house.desk.op:Desk')",
+        bed__in____init__="",
+        bed__in__op="lazy('house.bed.gpu.backend:Gpu')",
+        bed__in__size="import house.desk.size",
+        bed__in__gpu__in____init__="",
+        bed__in__gpu__in__backend="import house.bed.size",
+        desk__in____init__="",
+        desk__in__op="import house.bed.op",
+        desk__in__size="",
+        tools="",
+    )
+    packages = ["house", "house.bed", "house.bed.gpu", "house.desk"]
+    assert cycles(graph_of(folder)) == []
+    assert room_cycles(graph_of(folder), packages) == [["house.bed", "house.desk"]]
+    counts = counts_of(folder)
+    assert (counts["cycles"].behind, counts["rooms"].behind) == ([], ["house.bed house.desk"])
+    upwards = graph_of(folder) | {"house.bed.gpu.backend": {"house.bed.op"}, "house.desk.op": {"house"}}
+    assert room_cycles(upwards, packages) == [
+        ["house.__init__", "house.bed", "house.desk"],
+        ["house.bed.gpu", "house.bed.op"],
+    ]
+
+
 def test_cycles_are_sets_that_all_reach_each_other():
     graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": set(), "f": {"g"}, "g": {"f"}, "h": {"h"}}
     assert cycles(graph) == [["a", "b", "c"], ["f", "g"]]
@@ -102,14 +151,14 @@ def test_sizes_of_cuda_files_count_too(package):
 def test_the_command_prints_each_count_and_what_is_behind_one(package, capsys):
     main([str(package(one="import house.two", two="import house.one")), "--show", "cycles"])
     *counts, behind = capsys.readouterr().out.splitlines()
-    assert len(counts) == 9
+    assert len(counts) == 10
     assert behind == "house.one house.two"
 
 
 def test_a_count_that_does_not_exist_is_a_usage_error(package, capsys):
     with pytest.raises(SystemExit):
         main([str(package()), "--show", "cats"])
-    assert "cycles, repeated" in capsys.readouterr().err
+    assert "cycles, rooms, repeated" in capsys.readouterr().err
 
 
 def test_comments_docstrings_and_how_they_begin(package):
