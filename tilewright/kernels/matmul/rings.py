@@ -16,10 +16,8 @@ merging the matmuls of several parts, or one with the sum that its product is ad
 """
 
 import dataclasses
-import functools
-import importlib
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +39,6 @@ STRATEGIES = get_args(Strategy.__value__)
 
 _STEP_S = 10e-6
 """Assumed time that a step costs beside its transfer and its matmul: two launches and the wait for the neighbour."""
-
-_REMOTE_DEVICES = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
-"""Devices with NVLink between all of a host. Of two of the first one the kernels of ``remote.py`` were measured."""
-_REMOTE_S = 80e-6
-"""The time at its rated peak of the shortest matmul for which such a kernel was faster than collectives."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,21 +109,6 @@ def strategy_of(device: Device, devices: int, moved_bytes: float, flops: float) 
     return "ring" if overlapped < one_by_one else "collective"
 
 
-def takes_remote(lhs: jax.Array, rhs: jax.Array, options: RingOptions, flops: float) -> bool:
-    """True if a call takes a kernel of ``remote.py``, of so many operations on each device.
-
-    "auto" takes it on a mesh of two devices, as more have not been measured.
-    """
-    if options.strategy != "auto":
-        return options.strategy == "remote" and options.devices > 1
-    device = current_device()
-    peaks = peaks_of(device)
-    two = options.devices == jax.sharding.get_abstract_mesh().size == 2
-    if not two or device.name not in _REMOTE_DEVICES or peaks is None or flops < peaks.flops * _REMOTE_S:
-        return False
-    return not _remote().remote_reasons(lhs, rhs, options)
-
-
 def _matmul(
     lhs: jax.Array, rhs: jax.Array, options: RingOptions, dtype: jax.typing.DTypeLike, *, rows: bool = False
 ) -> jax.Array:
@@ -192,16 +170,8 @@ def _zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *operands: jax.A
     return vary_over(varying_axes(operands), jnp.zeros(shape, dtype))
 
 
-def gathered_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
-    """``all_gather(lhs) · rhs``."""
-    flops = 2.0 * lhs.size * rhs.shape[0 if options.transpose_rhs else 1]
-    if takes_remote(lhs, rhs, options, options.devices * flops):
-        return _remote().remote_gathered_product(lhs, rhs, options)
-    return gathered_by_parts(lhs, rhs, options)
-
-
 def gathered_by_parts(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
-    """The same without a kernel of its own."""
+    """``all_gather(lhs) · rhs``."""
     rows, n = lhs.shape[-2], rhs.shape[0 if options.transpose_rhs else 1]
     strategy = options.chosen(lhs.size * lhs.dtype.itemsize, 2.0 * lhs.size * n)
     if strategy == "collective":
@@ -215,15 +185,8 @@ def gathered_by_parts(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> j
     return _gather_visiting(lhs, options, strategy, out, visit)
 
 
-def scattered_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
-    """``psum_scatter(lhs · rhs)``, summed in float32 (float64 for float64)."""
-    if takes_remote(lhs, rhs, options, 2.0 * lhs.size * rhs.shape[0 if options.transpose_rhs else 1]):
-        return _remote().remote_scattered_product(lhs, rhs, options)
-    return scattered_by_parts(lhs, rhs, options)
-
-
 def scattered_by_parts(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
-    """The same without a kernel of its own."""
+    """``psum_scatter(lhs · rhs)``, summed in float32 (float64 for float64)."""
     wide = accumulator(lhs.dtype, rhs.dtype, jnp.dtype(options.out_dtype))
     devices, n = options.devices, rhs.shape[0 if options.transpose_rhs else 1]
     rows, steps = lhs.shape[-2] // devices, lhs.size // devices
@@ -252,11 +215,6 @@ def scattered_by_parts(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> 
     return total.astype(options.out_dtype)
 
 
-def _remote() -> Any:
-    """The module of the kernels, which imports this one."""
-    return importlib.import_module("tilewright.kernels.matmul.remote")
-
-
 def _gathered(x: jax.Array, options: RingOptions) -> jax.Array:
     whole: jax.Array = lax.all_gather(x, options.axis_name, axis=x.ndim - 2, tiled=True)
     return whole
@@ -268,55 +226,24 @@ def _of_rhs(rows: jax.Array, columns: jax.Array, options: RingOptions, wide: jax
     return _matmul(first, second, options, wide, rows=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def all_gather_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
-    """`gathered_product` with gradients; the backward pass gathers lhs again."""
-    return gathered_product(lhs, rhs, options)
-
-
-def _all_gather_forward(
-    lhs: jax.Array, rhs: jax.Array, options: RingOptions
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return gathered_product(lhs, rhs, options), (lhs, rhs)
-
-
-def _all_gather_backward(
-    options: RingOptions, operands: tuple[jax.Array, jax.Array], d_out: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    # Without a barrier XLA takes the gather of the forward pass for this one, and keeps its result for it.
-    (lhs, rhs), d_out = lax.optimization_barrier((operands, d_out))
+def gathered_rhs_gradient(lhs: jax.Array, rhs: jax.Array, d_out: jax.Array, options: RingOptions) -> jax.Array:
+    """The gradient of rhs in ``all_gather(lhs) · rhs``, for which lhs is gathered again."""
     wide, rows = accumulator(lhs.dtype, rhs.dtype, d_out.dtype), lhs.shape[-2]
-    d_lhs = reduce_scatter_product(d_out, rhs, options.backward(lhs.dtype))
     strategy = options.chosen(lhs.size * lhs.dtype.itemsize, 2.0 * lhs.size * d_out.shape[-1])
     if strategy == "collective":
-        return d_lhs, _of_rhs(_gathered(lhs, options), d_out, options, wide).astype(rhs.dtype)
+        return _of_rhs(_gathered(lhs, options), d_out, options, wide).astype(rhs.dtype)
 
     def visit(total: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
         return total + _of_rhs(part, _rows_of(d_out, index, rows), options, wide)
 
     d_rhs = _gather_visiting(lhs, options, strategy, _zeros(rhs.shape, wide, lhs, d_out), visit)
-    return d_lhs, d_rhs.astype(rhs.dtype)
+    return d_rhs.astype(rhs.dtype)
 
 
-all_gather_product.defvjp(_all_gather_forward, _all_gather_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def reduce_scatter_product(lhs: jax.Array, rhs: jax.Array, options: RingOptions) -> jax.Array:
-    """`scattered_product` with gradients; the backward pass gathers the cotangents once for both."""
-    return scattered_product(lhs, rhs, options)
-
-
-def _reduce_scatter_forward(
-    lhs: jax.Array, rhs: jax.Array, options: RingOptions
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return scattered_product(lhs, rhs, options), (lhs, rhs)
-
-
-def _reduce_scatter_backward(
-    options: RingOptions, operands: tuple[jax.Array, jax.Array], d_out: jax.Array
+def scattered_gradients(
+    lhs: jax.Array, rhs: jax.Array, d_out: jax.Array, options: RingOptions
 ) -> tuple[jax.Array, jax.Array]:
-    lhs, rhs = operands
+    """The gradients of ``psum_scatter(lhs · rhs)``, for both of which the cotangents are gathered once."""
     wide, rows = accumulator(lhs.dtype, rhs.dtype, d_out.dtype), d_out.shape[-2]
     other = options.backward(lhs.dtype)
     strategy = options.chosen(d_out.size * d_out.dtype.itemsize, 4.0 * d_out.size * lhs.shape[-1])
@@ -334,6 +261,3 @@ def _reduce_scatter_backward(
     totals = _unwritten(lhs.shape, lhs.dtype, d_out, rhs), _zeros(rhs.shape, wide, lhs, d_out)
     d_lhs, d_rhs = _gather_visiting(d_out, options, strategy, totals, visit)
     return d_lhs, d_rhs.astype(rhs.dtype)
-
-
-reduce_scatter_product.defvjp(_reduce_scatter_forward, _reduce_scatter_backward)
