@@ -1,6 +1,7 @@
 """Loads and sums along diagonals, on a warpgroup of NumPy's: each value of the program is one number per thread."""
 
 import dataclasses
+import importlib
 import types
 from typing import Any
 
@@ -80,8 +81,13 @@ class Machine:
         )
         self.nvvm = types.SimpleNamespace(shfl_sync=self._shuffle, ShflKind=types.SimpleNamespace(idx=None))
 
-    def modules(self) -> tuple[Any, ...]:
-        return self.ir, self.mgpu, self.utils, self.arith, self.llvm, self.nvvm
+    def modules(self) -> dict[str, Any]:
+        """By name, a module before its package."""
+        mgpu, dialects = "jax.experimental.mosaic.gpu", "jaxlib.mlir.dialects"
+        return {
+            "jaxlib.mlir.ir": self.ir, f"{dialects}.arith": self.arith, f"{dialects}.llvm": self.llvm,
+            f"{dialects}.nvvm": self.nvvm, f"{mgpu}.utils": self.utils, mgpu: self.mgpu,
+        }  # fmt: skip
 
     def _load(self, kind: Any, pointer: Pointer) -> np.ndarray:
         del kind
@@ -108,7 +114,9 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
-    monkeypatch.setattr(mosaic_diagonals, "_modules", machine.modules)
+    for name, module in machine.modules().items():
+        importlib.import_module(name)  # a package has its modules as attributes once they are imported
+        monkeypatch.setattr(name, module)
     monkeypatch.setattr(mosaic_diagonals, "_opaque_zero", lambda memref: 0)
     return machine
 

@@ -4,11 +4,12 @@ The import takes a third of a second, which a process that finds its lowered ker
 and rebuilt without it.
 """
 
-import importlib
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):  # the import system asks any module for these
         raise AttributeError(name)
-    return getattr(importlib.import_module("jax.experimental.pallas.mosaic_gpu"), name)
+    from jax.experimental.pallas import mosaic_gpu
+
+    return getattr(mosaic_gpu, name)

@@ -6,7 +6,6 @@ thread's own, 2t − g − 16 · warp, and the constant 8 (k − h) + e: all ele
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,30 +28,28 @@ class Thread(NamedTuple):
     member: Any
 
 
-def _modules() -> tuple[Any, ...]:
-    """``ir``, ``mgpu``, ``utils`` and the dialects ``arith``, ``llvm`` and ``nvvm``."""
-    mgpu, dialects = "jax.experimental.mosaic.gpu", "jaxlib.mlir.dialects"
-    names = ("jaxlib.mlir.ir", mgpu, f"{mgpu}.utils", f"{dialects}.arith", f"{dialects}.llvm", f"{dialects}.nvvm")
-    return tuple(importlib.import_module(name) for name in names)
-
-
-def _opaque_zero(memref: Any) -> Any:
+def _opaque_zero(array: Any) -> Any:
     """A 0 that the compiler cannot know, int32: the high bits of the offset of a part of an array."""
-    ir, _, utils, arith, *_ = _modules()
-    memrefs = importlib.import_module("jaxlib.mlir.dialects.memref")
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, memref
+
     i64, i32 = (ir.IntegerType.get_signless(bits) for bits in (64, 32))
-    offset = arith.index_cast(i64, memrefs.extract_strided_metadata(memref)[1])
+    offset = arith.index_cast(i64, memref.extract_strided_metadata(array)[1])
     return arith.trunci(i32, arith.shrui(offset, utils.c(62, i64)))
 
 
-def _thread(memref: Any) -> Thread:
+def _thread(array: Any) -> Thread:
     """The indices of this thread, computed anew in each step of a loop over parts of an array.
 
     Else the compiler keeps them, and what follows from them, in registers of the whole loop, and spills others.
     """
-    ir, _, utils, arith, *_ = _modules()
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
     i32 = ir.IntegerType.get_signless(32)
-    index = arith.addi(utils.thread_idx(), _opaque_zero(memref))
+    index = arith.addi(utils.thread_idx(), _opaque_zero(array))
 
     def bits(shift: int, mask: int) -> Any:
         return arith.andi(arith.shrui(index, utils.c(shift, i32)), utils.c(mask, i32))
@@ -62,7 +59,10 @@ def _thread(memref: Any) -> Thread:
 
 def _linear(constant: int, *terms: tuple[int, Any]) -> Any:
     """``constant + sum of factor · value``, int32."""
-    ir, _, utils, arith, *_ = _modules()
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
     i32 = ir.IntegerType.get_signless(32)
     total = utils.c(constant, i32)
     for factor, value in terms:
@@ -72,7 +72,10 @@ def _linear(constant: int, *terms: tuple[int, Any]) -> Any:
 
 def _pointer(memref: Any, index: Any) -> Any:
     """The pointer to an element behind the first of a memref of float32 in global memory."""
-    ir, _, utils, _, llvm, _ = _modules()
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
     # Of the global address space, so that loads need not find out where a generic address is.
     pointer = llvm.addrspacecast(llvm.PointerType.get(1), utils.memref_ptr(memref))
     return utils.getelementptr(pointer, [index], ir.F32Type.get())
@@ -85,7 +88,11 @@ def toeplitz_tile(values: Any, columns: int, ascending: bool) -> Any:
       values: ``[64 + columns - 1]`` in global memory. Element (r, c) is number c − r + 63, or r − c + columns − 1 if
         not ``ascending``.
     """
-    ir, mgpu, utils, _, llvm, _ = _modules()
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
     f32, thread = ir.F32Type.get(), _thread(values)
     sign = 1 if ascending else -1
     origin = 63 if ascending else columns - 1
@@ -122,7 +129,10 @@ def add_diagonal_sums(tile: Any, target: Any, warp_stride: int) -> None:
       target: a memref of 127 float32 at least, of warp 0.
       warp_stride: elements from the target of a warp to that of the next.
     """
-    ir, _, utils, arith, llvm, nvvm = _modules()
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm, nvvm
+
     f32, i32, thread = ir.F32Type.get(), ir.IntegerType.get_signless(32), _thread(target)
     zero = utils.c(0.0, f32)
 

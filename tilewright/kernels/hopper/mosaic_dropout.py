@@ -8,7 +8,6 @@ A word of bits has those of 64 columns, 1 where the element is kept. The results
 each of two words) are shifted into both halves of it from above, one behind the other.
 """
 
-import importlib
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,16 @@ class _Words:
     """Arithmetic on 32-bit words of a thread, by operators' names."""
 
     def __init__(self) -> None:
-        self.ir = importlib.import_module("jaxlib.mlir.ir")
-        self.arith = importlib.import_module("jaxlib.mlir.dialects.arith")
-        self.llvm = importlib.import_module("jaxlib.mlir.dialects.llvm")
-        self.i32 = self.ir.IntegerType.get_signless(32)
-        self.i64 = self.ir.IntegerType.get_signless(64)
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm
+
+        self.utils, self.arith, self.llvm = utils, arith, llvm
+        self.i32, self.i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
 
     def constant(self, value: int) -> Any:
         # Signless: a number above the largest int32 is written as the negative one of the same bits.
-        return self.arith.constant(self.i32, value - (1 << 32) if value >= 1 << 31 else value)
+        return self.utils.c(value - (1 << 32) if value >= 1 << 31 else value, self.i32)
 
     def add(self, x: Any, y: Any) -> Any:
         return self.arith.addi(x, y)
@@ -50,8 +50,8 @@ class _Words:
 
     def product(self, x: Any, factor: int) -> tuple[Any, Any]:
         """Upper and lower word: one instruction (mul.wide)."""
-        wide = self.arith.muli(self.arith.extui(self.i64, x), self.arith.constant(self.i64, factor))
-        upper = self.arith.shrui(wide, self.arith.constant(self.i64, 32))
+        wide = self.arith.muli(self.arith.extui(self.i64, x), self.utils.c(factor, self.i64))
+        upper = self.arith.shrui(wide, self.utils.c(32, self.i64))
         return self.arith.trunci(self.i32, upper), self.arith.trunci(self.i32, wide)
 
     def thread(self) -> Any:
@@ -94,11 +94,10 @@ def draw(key: Pair, starts: Pair, columns: int, transposed: bool, threshold: int
       transposed: whether rows of the tile are keys, not queries.
       threshold: in [0, 65536).
     """
-    fragmented = importlib.import_module("jax.experimental.mosaic.gpu")
     w = _Words()
     # Scalars come as arrays of one register.
     key, starts = ((one.registers.item(), other.registers.item()) for one, other in (key, starts))
-    return _array(fragmented, words_of_bits(w, w.thread(), key, starts, columns, transposed, threshold))
+    return _array(words_of_bits(w, w.thread(), key, starts, columns, transposed, threshold))
 
 
 def words_of_bits(
@@ -137,19 +136,22 @@ def select(bits: Any, first_word: int, tile: Any, transposed: bool, negates: boo
       tile: in the accumulator's layout, of 16 or of 32 bits.
       transposed: as for `draw`.
     """
-    vector = importlib.import_module("jaxlib.mlir.dialects.vector")
-    fragmented = importlib.import_module("jax.experimental.mosaic.gpu")
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import vector
+
     w = _Words()
     words = [vector.extract(each, [], [0]) for each in bits.registers.flat[first_word:]]
     columns = tile.shape[1]
-    single = w.ir.VectorType.get((1,), w.i32)
+    single = ir.VectorType.get((1,), w.i32)
     registers = np.empty(tile.registers.shape, dtype=object)
     source: Any = tile.registers.reshape(columns // PAIR, 2)
     target = registers.reshape(columns // PAIR, 2)
     for eight, half in np.ndindex(source.shape):
         number, places = places_of_pair(columns, transposed, eight, half)
         pair = source[eight, half]
-        if fragmented.bitwidth(tile.mlir_dtype) == 16:
+        if utils.bitwidth(tile.mlir_dtype) == 16:
             word = vector.extract(vector.bitcast(single, pair), [], [0])
             word = vector.from_elements(single, [w.changed_halves(words[number], places, word, negates)])
             target[eight, half] = vector.bitcast(pair.type, word)
@@ -158,7 +160,7 @@ def select(bits: Any, first_word: int, tile: Any, transposed: bool, negates: boo
             elements = [vector.extract(pair, [], [odd]) for odd in range(2)]
             chosen = [w.or_zero(words[number], *each) for each in zip(places, elements, strict=True)]
             target[eight, half] = vector.from_elements(pair.type, chosen)
-    return fragmented.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
+    return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
 
 
 def places_of_pair(columns: int, transposed: bool, eight: int, half: int) -> tuple[int, list[int]]:
@@ -203,11 +205,13 @@ def _at_least(w: Any, word: Any, threshold: int) -> Any:
     return w.both(w.either(word, low) if addend >= 1 << 15 else w.both(word, low), tops)
 
 
-def _array(fragmented: Any, words: list[Any]) -> Any:
-    vector = importlib.import_module("jaxlib.mlir.dialects.vector")
-    ir = importlib.import_module("jaxlib.mlir.ir")
+def _array(words: list[Any]) -> Any:
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import vector
+
     single = ir.VectorType.get((1,), words[0].type)
     registers = np.empty((len(words),), dtype=object)
     registers[:] = [vector.from_elements(single, [word]) for word in words]
-    layout = fragmented.WGStridedFragLayout(shape=(len(words) * 128,), vec_size=1)
-    return fragmented.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+    layout = mgpu.WGStridedFragLayout(shape=(len(words) * 128,), vec_size=1)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)

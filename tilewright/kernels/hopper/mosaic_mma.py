@@ -1,6 +1,5 @@
 """wgmma on tiles of panels, in Mosaic GPU's own terms, below Pallas: only `panels.mma` calls it."""
 
-import importlib
 from typing import Any, NamedTuple
 
 
@@ -19,8 +18,8 @@ class Panels(NamedTuple):
 
 def panelled_operand(panel: Any, panels: Panels) -> Any:
     """An operand of wgmma over all panels, from the memref of the first one, ``[rows / 8, 1, 8, width]``."""
-    ir = importlib.import_module("jaxlib.mlir.ir")
-    memref = importlib.import_module("jaxlib.mlir.dialects.memref")
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import memref
 
     kind = ir.MemRefType(panel.type)
     (row_atoms, _, atom_rows, width), (strides, offset) = kind.shape, kind.get_strides_and_offset()
@@ -44,7 +43,9 @@ def panelled_operand(panel: Any, panels: Panels) -> Any:
 
 def transposed_operand(operand: Any) -> Any:
     """The transpose of a tiled memref: of its atoms, and within them."""
-    return importlib.import_module("jax.experimental.mosaic.gpu").memref_transpose(operand, (1, 0, 3, 2))
+    from jax.experimental.mosaic import gpu as mgpu
+
+    return mgpu.memref_transpose(operand, (1, 0, 3, 2))
 
 
 def issue_wgmma(accumulator: Any, a: Any, b: Any, swizzle: int) -> Any:
@@ -56,7 +57,7 @@ def issue_wgmma(accumulator: Any, a: Any, b: Any, swizzle: int) -> Any:
       b: a tiled memref.
       swizzle: in bytes.
     """
-    mgpu = importlib.import_module("jax.experimental.mosaic.gpu")
+    from jax.experimental.mosaic import gpu as mgpu
 
     return mgpu.wgmma(mgpu.WGMMAAccumulator.from_registers(accumulator, sync=False), a, b, swizzle=swizzle).value
 
@@ -67,27 +68,24 @@ def issue_wgmma_of_columns(accumulator: Any, a: Any, b: Any, swizzle: int) -> An
     Mosaic's own function takes all columns of ``b``, and as many of ``a`` as are whole swizzle widths. The descriptor
     of ``b`` is the same: it has the distances of atoms, not their number.
     """
-    arrays = importlib.import_module("jax.experimental.mosaic.gpu.fragmented_array")
-    mgpu = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
-    operands = importlib.import_module("jax.experimental.mosaic.gpu.mma_utils")
-    arith = importlib.import_module("jaxlib.mlir.dialects.arith")
-    ir = importlib.import_module("jaxlib.mlir.ir")
-    llvm = importlib.import_module("jaxlib.mlir.dialects.llvm")
+    from jax.experimental.mosaic.gpu import fragmented_array as arrays
+    from jax.experimental.mosaic.gpu import mma_utils as operands
+    from jax.experimental.mosaic.gpu import utils
+    from jax.experimental.mosaic.gpu.wgmma import WGMMAAccumulator, wgmma_fence, wgmma_m64
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
 
     (_, columns), dtype = operands.tiled_memref_shape(b)
     width, i64 = swizzle // 2, ir.IntegerType.get_signless(64)
     (first, (_, (step, *_))), (_, stride), fastest = operands.create_descriptor(
         b, swizzle=swizzle, large_tile=(width, width), group_size=(width, columns), logical_k_major=True
     )
-    result = mgpu.WGMMAAccumulator.from_registers(accumulator, sync=False)
-    a, registers = mgpu.wgmma_fence(a), result._value.registers.copy()
-    # Along K in steps of a swizzle width, as the atoms of ``b`` lie; the last step may have fewer columns of ``a``.
+    result = WGMMAAccumulator.from_registers(accumulator, sync=False)
+    a, registers = wgmma_fence(a), result._value.registers.copy()
     for begin in range(0, a.shape[1], width):
         count = min(width, a.shape[1] - begin)
-        # The address in a descriptor is in units of 16 bytes (`encode_addr`), and may be added to the whole 64 bits: no
-        # carry leaves its field, as shared memory ends below its limit.
-        distance = arith.constant(i64, ir.IntegerAttr.get(i64, operands.encode_addr(begin // width * stride)))
-        registers = mgpu.wgmma_m64(
+        distance = utils.c(operands.encode_addr(begin // width * stride), i64)
+        registers = wgmma_m64(
             registers,
             a[:, begin : begin + count],
             llvm.add(first, distance, overflow_flags=llvm.IntegerOverflowFlags.none),
@@ -103,13 +101,13 @@ def issue_wgmma_of_columns(accumulator: Any, a: Any, b: Any, swizzle: int) -> An
     issued = arrays.FragmentedArray(
         _registers=registers, _layout=result._value.layout, _is_signed=result._value.is_signed
     )
-    return mgpu.WGMMAAccumulator(_value=issued, _original_layout=result._original_layout, _sync=False).value
+    return WGMMAAccumulator(_value=issued, _original_layout=result._original_layout, _sync=False).value
 
 
 def commit_wgmma() -> None:
     """Makes a group of the wgmmas issued since the last one, as ``plgpu.wgmma`` does it."""
-    ir = importlib.import_module("jaxlib.mlir.ir")
-    llvm = importlib.import_module("jaxlib.mlir.dialects.llvm")
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
 
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(void, [], "wgmma.commit_group.sync.aligned;", "", has_side_effects=True)

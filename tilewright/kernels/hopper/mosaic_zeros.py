@@ -1,7 +1,6 @@
 """Zeros in rows of a tile in shared memory, in Mosaic GPU's own terms, below Pallas: only `mask.py` calls it."""
 
-import importlib
-from typing import Any
+from typing import Any, cast
 
 from tilewright.kernels.hopper.limits import WARPGROUP_THREADS
 
@@ -20,9 +19,10 @@ def zero_lines(panel: Any, first: Any) -> None:
       panel: a tiled memref, ``[rows / 8, 1, 8, width]``.
       first: a ``FragmentedArray`` of one int32.
     """
-    mgpu, dialects = "jax.experimental.mosaic.gpu", "jaxlib.mlir.dialects"
-    ir, utils = importlib.import_module("jaxlib.mlir.ir"), importlib.import_module(f"{mgpu}.utils")
-    arith, llvm = (importlib.import_module(f"{dialects}.{name}") for name in ("arith", "llvm"))
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm
+
     i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
 
     row_atoms, _, atom_rows, width = ir.MemRefType(panel.type).shape
@@ -37,8 +37,8 @@ def zero_lines(panel: Any, first: Any) -> None:
     line = arith.divui(thread, utils.c(vectors_per_line, i32))
     pointer = utils.getelementptr(utils.memref_ptr(panel), [arith.muli(thread, utils.c(VECTOR_BYTES, i32))], i8)
     vector = ir.VectorType.get((VECTOR_BYTES // 4,), i32)
-    zeros = arith.constant(vector, ir.DenseElementsAttr.get_splat(vector, ir.IntegerAttr.get(i32, 0)))
-    # Unrolled, with a predicate for each store: where the range ends only the device knows.
+    # mypy takes the generated function of this name, whose arguments are others, for the one that replaces it.
+    zeros = cast(Any, arith).constant(vector, ir.DenseElementsAttr.get_splat(vector, ir.IntegerAttr.get(i32, 0)))
     for number in range(row_atoms * atom_rows // lines_per_store):
         own = arith.addi(line, utils.c(number * lines_per_store, i32))
         with utils.when(arith.cmpi(arith.CmpIPredicate.sge, own, first.registers.item())):

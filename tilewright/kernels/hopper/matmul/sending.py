@@ -9,7 +9,6 @@ a CUDA graph, and the graph keeps it when the other device has its arrays elsewh
 """
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -196,7 +195,8 @@ def fence_copies() -> None:
 
     @plgpu.inline_mgpu()
     def fence(_: Any) -> None:
-        utils = importlib.import_module("jax.experimental.mosaic.gpu.utils")
+        from jax.experimental.mosaic.gpu import utils
+
         utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
     fence()
