@@ -19,9 +19,8 @@ from tilewright.kernels.flash_attention.hopper.params import (
     WideBackwardParams,
 )
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.footprint import Footprint, block_limits, busy_share, launch_reasons, max_vmem_bytes
 from tilewright.kernels.hopper.limits import SHARED_BYTES
-from tilewright.kernels.op.footprint import Footprint, block_limits, busy_share, launch_reasons
+from tilewright.kernels.op.footprint import Footprint, block_limits, busy_share, launch_reasons, max_vmem_bytes
 from tilewright.kernels.op.portfolio import Choice
 from tilewright.ops import ConfigSelectorChain, Invocation
 from tilewright.ops.tuning.candidate_search import PLAUSIBLE

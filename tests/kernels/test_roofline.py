@@ -12,7 +12,7 @@ from tests.kernels.conftest import A100, H100, abstract_arguments
 from tests.kernels.flash_attention.conformance import CASES, describe
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.roofline import Cost, Peaks, min_ms, peaks_of
+from tilewright.kernels.op.roofline import Cost, Peaks, min_ms, peaks_of
 from tilewright.ops import Invocation
 from tilewright.ops.types import Device, MappedAxis
 

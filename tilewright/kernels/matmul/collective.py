@@ -9,12 +9,12 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 
-from tilewright.kernels import arguments
-from tilewright.kernels.arguments import PlatformOption, PrecisionLike
-from tilewright.kernels.dots import result_dtype
 from tilewright.kernels.matmul.products import all_gather_product, reduce_scatter_product
 from tilewright.kernels.matmul.rings import STRATEGIES, RingOptions, Strategy
-from tilewright.kernels.sharding import AxisName, axis_names, check_manual, vary_over, varying_axes
+from tilewright.kernels.numerics.dots import result_dtype
+from tilewright.kernels.op import arguments
+from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
+from tilewright.kernels.op.sharding import AxisName, axis_names, check_manual, vary_over, varying_axes
 from tilewright.ops.kernel.kernel import errors_naming_function
 
 

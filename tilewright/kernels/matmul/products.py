@@ -15,7 +15,7 @@ from tilewright.kernels.matmul.rings import (
     scattered_by_parts,
     scattered_gradients,
 )
-from tilewright.kernels.roofline import peaks_of
+from tilewright.kernels.op.roofline import peaks_of
 from tilewright.ops.utils.device import current_device
 
 _REMOTE_DEVICES = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
