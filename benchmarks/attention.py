@@ -194,8 +194,7 @@ class Oracle:
 
         def results(floats: Arrays, extras: Arrays, cotangent: jax.Array, place: Any) -> Arrays:
             parts: dict[str, Any] = {name: self.part(name, array, place) for name, array in floats.items()}
-            args, kwargs = FlashAttention().prepare(**parts, **shapes.options(extras))
-            inputs = FlashAttention().inputs(*args, **kwargs)
+            inputs = FlashAttention().prepare(**parts, **shapes.options(extras))
             found: dict[str, jax.Array] = {}
             # A GPU rounds the operands of float32 products by default, and so do the implementations.
             with jax.default_matmul_precision("highest" if exact else None):

@@ -22,8 +22,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.cudnn.backend import CudnnBackwardParams, CudnnForwardParams
 from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams
-from tilewright.kernels.op.backend import Platform
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection, Platform
 from tilewright.modules import flash_attention
 from tilewright.ops import find_labels_in_lowered
 

@@ -59,7 +59,7 @@ from benchmarks.attention_tuned import invocation
 from benchmarks.attention_zoo_cases import GROUPS, ZooProblem
 from benchmarks.attention_zoo_report import FA4, TUNED, markdown, row_of, text
 from benchmarks.common import RESULTS, device_name, environment
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.ops import Autotuner, ConfigCache, ConfigSelectorChain, Tuner
 from tilewright.ops.lowering.labels import is_call_label, parse_label
 from tilewright.ops.tuning.device_lock import device_lock_on

@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.common import record, usable_cores
 from benchmarks.norms import FLUSHED_BYTES, as_jax, sample, waited_for, wall_sample
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedOptions, GroupedProblem
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.grouped_matmul.op import GroupedMatmul
 from tilewright.kernels.grouped_matmul.xla.backend import XlaGroupedMatmul
 from tilewright.ops.types import Direction
@@ -94,10 +94,10 @@ def of_backend(backend: Any, params: Any, kind: str) -> Callable[..., jax.Array]
     """A backend of ours as a function of the arrays."""
 
     def run(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, d_out: jax.Array) -> jax.Array:
-        inputs = GroupedInputs(lhs, rhs, sizes, None, None, None, GroupedOptions("bfloat16"))
+        inputs = GroupedInputs(lhs, rhs, sizes, "bfloat16")
         if kind == "forward":
             return backend.forward(inputs, params)
-        inputs = dataclasses.replace(inputs, gradients=frozenset({kind[2:]}))
+        inputs = inputs.replace(wanted=frozenset({kind[2:]}))
         return backend.backward(inputs, None, d_out, params)[kind[2:]]
 
     return run
@@ -131,7 +131,7 @@ def of_jax(case: Sizes, kind: str, structs: Sequence[Any], peers: bool) -> tuple
     device, declined = current_device(), {}
     way: Direction = "forward" if kind == "forward" else "backward"
     lhs, rhs, sizes, _ = structs
-    problem = GroupedProblem.of(GroupedInputs(lhs, rhs, sizes, None, None, None, GroupedOptions("bfloat16")))
+    inputs = GroupedInputs(lhs, rhs, sizes, "bfloat16")
     found: dict[str, Any] = {"dense": dense(kind)}
     for lazy in GroupedMatmul().implementations:
         name = f"tilewright {lazy.where.rpartition(':')[2]}"
@@ -140,10 +140,10 @@ def of_jax(case: Sizes, kind: str, structs: Sequence[Any], peers: bool) -> tuple
             continue
         backend = lazy.load()
         name = f"tilewright {backend.platform}" + (f":{backend.algorithm}" if backend.algorithm else "")
-        if reasons := backend.not_supported_reasons(problem, device, way):
+        if reasons := backend.not_supported_reasons(inputs, device, way):
             declined[name] = "; ".join(reasons)
             continue
-        found[name] = of_backend(backend, backend.heuristic(problem, device, way), kind)
+        found[name] = of_backend(backend, backend.heuristic(inputs, device, way), kind)
     if not peers:
         return found, declined
     found["jax.lax.ragged_dot"] = of_function(jax.lax.ragged_dot, kind)

@@ -28,9 +28,9 @@ from benchmarks.grouped_matmul import difference, one_sample, versions
 from benchmarks.norms import FLUSHED_BYTES, as_jax, waited_for
 from tilewright.kernels.linear_cross_entropy.cases import CASES as OP_CASES
 from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase, dense
-from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossOptions, LossProblem
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import linear_cross_entropy
 from tilewright.ops.utils.device import current_device
 
@@ -69,9 +69,7 @@ def drawn(case: LinearCrossEntropyCase) -> tuple[jax.Array, ...]:
 
 def forms(case: LinearCrossEntropyCase) -> tuple[dict[str, Any], dict[str, str]]:
     """Configs of our backends by name, and of those that decline the reasons."""
-    x, weight, labels = structs_of(case)
-    options = LossOptions(vocab_first=case.vocab_first, keeps_gradients=True)
-    problem = LossProblem.of(LossInputs(x, weight, labels, None, None, options))
+    inputs = LossInputs(*structs_of(case), vocab_first=case.vocab_first, keeps_gradients=True)
     device = current_device()
     found: dict[str, Any] = {}
     declined: dict[str, str] = {}
@@ -81,11 +79,11 @@ def forms(case: LinearCrossEntropyCase) -> tuple[dict[str, Any], dict[str, str]]
             continue
         backend = lazy.load()
         name = f"tilewright {backend.platform}"
-        if reasons := backend.not_supported_reasons(problem, device, "forward"):
+        if reasons := backend.not_supported_reasons(inputs, device, "forward"):
             declined[name] = "; ".join(reasons)
             continue
-        forward = Choice(backend.platform, None, backend.heuristic(problem, device, "forward"))
-        for params in backend.candidates(problem, device, "backward"):
+        forward = Choice(backend.platform, None, backend.heuristic(inputs, device, "forward"))
+        for params in backend.candidates(inputs, device, "backward"):
             form = f"{name}, {'recomputed' if params.recompute else 'kept'}"
             found.setdefault(form, PerDirection(forward, Choice(backend.platform, None, params)))
     return found, declined

@@ -21,8 +21,7 @@ import jax
 from benchmarks.common import interleaved, record
 from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase, dense
 from tilewright.kernels.linear_cross_entropy.xla.params import XlaLossBackwardParams
-from tilewright.kernels.op.backend import Platform
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection, Platform
 from tilewright.modules import linear_cross_entropy
 
 CASES = {

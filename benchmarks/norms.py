@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from benchmarks.common import record, usable_cores
 from tilewright.kernels.norms.cases import LAYER_CASES, RMS_CASES, NormCase
-from tilewright.kernels.norms.inputs import NormInputs, NormProblem, NormResults
+from tilewright.kernels.norms.inputs import NormInputs, NormResults
 from tilewright.kernels.norms.reference import norm_reference
 from tilewright.kernels.norms.triton.backend import TritonNorm
 from tilewright.kernels.norms.xla import XlaNorm
@@ -120,9 +120,9 @@ def plain(inputs: NormInputs) -> Any:
     """What a JAX user writes."""
     total = inputs.x if inputs.residual is None else inputs.x + inputs.residual
     x = total.astype(jnp.float32)
-    if inputs.options.kind == "layer":
+    if inputs.kind == "layer":
         x = x - jnp.mean(x, axis=-1, keepdims=True)
-    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + inputs.options.eps)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + inputs.eps)
     out = x if inputs.weight is None else x * inputs.weight.astype(jnp.float32)
     if inputs.bias is not None:
         out = out + inputs.bias.astype(jnp.float32)
@@ -180,7 +180,7 @@ def ours(work: Work, backend: Any, params: Any) -> Run:
 def every_params(case: NormCase, direction: str, device: Device) -> list[Any]:
     """The heuristic's params, then all candidates."""
     case = dataclasses.replace(case, residual=direction.startswith("residual"))
-    backend, problem = TritonNorm(), NormProblem.of(case.structs)
+    backend, problem = TritonNorm(), case.structs
     way: Any = "backward" if direction.endswith("backward") else "forward"
     made = [backend.heuristic(problem, device, way), *backend.candidates(problem, device, way)]
     return [params for params in made if not backend.config_reasons(problem, device, way, params)]
@@ -231,7 +231,7 @@ def by_torch(work: Work) -> dict[str, Run]:
     x, d_out = torch.from_dlpack(work.inputs.x), torch.from_dlpack(work.d_out)
     weight, columns, eps = torch.from_dlpack(inputs.weight), work.case.columns, work.case.eps
     bias = None if inputs.bias is None else torch.from_dlpack(inputs.bias)
-    layer, residual = work.case.options.kind == "layer", inputs.residual is not None
+    layer, residual = inputs.kind == "layer", inputs.residual is not None
     found: dict[str, Run] = {}
 
     def native() -> Run:

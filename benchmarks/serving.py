@@ -28,10 +28,9 @@ from benchmarks.common import record, usable_cores
 from benchmarks.products_and_bytes import data_for, products_and_bytes
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import kernel
-from tilewright.kernels.op.backend import Platform
-from tilewright.kernels.op.portfolio import Choice
+from tilewright.kernels.op.choice import Choice, Platform
 from tilewright.kernels.paged_attention.cases import ServingCase
-from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
+from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
 from tilewright.kernels.paged_attention.ops.page_attention import PageCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
@@ -109,23 +108,21 @@ class Work:
     def of(cls, cell: Cell) -> "Work":
         positional, keywords = cell.case.arguments()
         op = kernel(cell.op)
-        args, kwargs = op.prepare(*positional, **keywords)
-        inputs = op.inputs(*args, **kwargs)
+        inputs = op.completed(op.prepare(*positional, **keywords))
         return cls(cell, positional, keywords, inputs, *least_work(inputs))
 
 
 def least_work(inputs: PagedInputs) -> tuple[float, float]:
     """Bytes, each key and value that is seen counted once, and FLOPs of the scores that are seen."""
-    problem, options = PagedProblem.of(inputs), inputs.options
     lengths = np.asarray(inputs.kv_lengths).astype(np.int64)
-    counts = np.full(lengths.shape, options.q_length or 0)
+    counts = np.full(lengths.shape, inputs.q_length or 0)
     if inputs.cum_q_lens is not None:
         counts = np.diff(np.asarray(inputs.cum_q_lens))
     # Causal, without a window, as all cells are.
     scores = (counts * lengths - counts * (counts - 1) // 2).sum()
-    rows = problem.tokens * problem.heads * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
-    read = lengths[counts > 0].sum() * problem.kv_bytes
-    return float(read + rows), 2.0 * float(scores) * problem.heads * (problem.head_dim + problem.value_dim)
+    rows = inputs.tokens * inputs.heads * (inputs.head_dim + inputs.value_dim) * inputs.dtype.itemsize
+    read = lengths[counts > 0].sum() * inputs.kv_bytes
+    return float(read + rows), 2.0 * float(scores) * inputs.heads * (inputs.head_dim + inputs.value_dim)
 
 
 def ours(work: Work, platform: str) -> Callable[..., Any]:
@@ -155,7 +152,7 @@ def ejkernel_pages(work: Work) -> Call:
 
     def call(query: Any, key: Any, value: Any, lengths: Any, table: Any) -> Any:
         return module.page_attention(
-            query, key, value, lengths, table, work.inputs.options.softmax_scale, table.shape[1] * key.shape[2]
+            query, key, value, lengths, table, work.inputs.softmax_scale, table.shape[1] * key.shape[2]
         )
 
     return Call(jax.jit(call), (query, *moved, lengths, table))
@@ -169,7 +166,7 @@ def ejkernel_unified(work: Work) -> Call:
         cum = jnp.arange(inputs.sequences + 1, dtype=jnp.int32)
 
     def call(*arrays: Any) -> Any:
-        return module.unified_attention(*arrays, softmax_scale=inputs.options.softmax_scale)
+        return module.unified_attention(*arrays, softmax_scale=inputs.softmax_scale)
 
     return Call(jax.jit(call), (inputs.query, inputs.key, inputs.value, inputs.kv_lengths, inputs.page_table, cum))
 
@@ -320,13 +317,13 @@ def sweep_of(work: Work) -> dict[str, Callable[[], Call]]:
     from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
     from tilewright.kernels.paged_attention.triton.backend import TritonPagedAttention
 
-    device, problem = current_device(), PagedProblem.of(work.inputs)
+    device, inputs = current_device(), work.inputs
     backends = (TritonPagedAttention(), PallasGpuPagedAttention(), PallasGpuPackedAttention(), CudaPackedAttention())
     every = {
         (backend.platform, params): None
         for backend in backends
-        if not backend.forward_reasons(problem, device)
-        for params in (backend.heuristic(problem, device, "forward"), *backend.candidates(problem, device, "forward"))
+        if not backend.not_supported_reasons(inputs, device, "forward")
+        for params in (backend.heuristic(inputs, device, "forward"), *backend.candidates(inputs, device, "forward"))
     }
     return {
         str(params): lambda platform=platform, params=params: Call(  # type: ignore[misc]

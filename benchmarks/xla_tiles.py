@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import record
-from tilewright.kernels.op.portfolio import PerDirection
+from tilewright.kernels.op.choice import PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops import BwdParams, FwdParams
 from tilewright.ops.tuning.timing import time_interleaved

@@ -22,7 +22,6 @@ from tests.aot import test_shipped_configs as attention
 from tests.aot.compiler import KernelReport, compile_for_h100
 from tests.kernels.conftest import H100
 from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
-from tilewright.kernels.paged_attention.inputs import PagedProblem
 
 type Program = tuple[Callable[..., Any], tuple[Any, ...]]
 type Kernels = list[dict[str, Any]]
@@ -43,7 +42,7 @@ def programs() -> Iterator[tuple[str, Program]]:
 
 
 def _first(backend: Any, inputs: Any) -> Program:
-    params = backend.candidates(PagedProblem.of(inputs), H100, "forward")[0]
+    params = backend.candidates(inputs, H100, "forward")[0]
     return lambda inputs: backend.forward(inputs, params), (inputs,)
 
 

@@ -1,6 +1,5 @@
 """Configs of the Hopper cross-entropy that selection or tuning can take: no spills, and no serialised wgmmas."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from tests.aot.compiler import H100, compile_for_h100, missing_packages
 from tilewright.kernels.linear_cross_entropy.hopper import backend
-from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossOptions, LossProblem, LossResults
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossResults
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.known_devices import find_device
 
@@ -27,9 +26,11 @@ def struct(*shape: int, dtype: Any = "bfloat16") -> jax.ShapeDtypeStruct:
 
 
 def inputs_of(tokens: int, d: int, vocab: int, *, bias: bool = False, **options: Any) -> LossInputs:
-    weight = struct(*((vocab, d) if options.get("vocab_first") else (d, vocab)))
-    labels = struct(tokens, dtype="int32")
-    return LossInputs(struct(tokens, d), weight, labels, struct(vocab) if bias else None, None, LossOptions(**options))
+    weight: Any = struct(*((vocab, d) if options.get("vocab_first") else (d, vocab)))
+    x: Any = struct(tokens, d)
+    labels: Any = struct(tokens, dtype="int32")
+    given: Any = struct(vocab) if bias else None
+    return LossInputs(x, weight, labels, given, **options)
 
 
 CALLS = {
@@ -48,9 +49,9 @@ SPILLS = {"all options": 96}
 
 def each_config() -> Iterator[Any]:
     for name, direction in itertools.product(CALLS, ("forward", "backward")):
-        problem = LossProblem.of(CALLS[name])
-        assert not BACKEND.not_supported_reasons(problem, DEVICE, direction)
-        for number, params in enumerate(BACKEND.candidates(problem, DEVICE, direction)):
+        inputs = CALLS[name]
+        assert not BACKEND.not_supported_reasons(inputs, DEVICE, direction)
+        for number, params in enumerate(BACKEND.candidates(inputs, DEVICE, direction)):
             marks = () if not number else pytest.mark.slow
             yield pytest.param(name, direction, params, id=f"{name}-{direction}-{number}", marks=marks)
 
@@ -58,12 +59,10 @@ def each_config() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "direction", "params"), each_config())
 def test_no_spills(name: str, direction: Direction, params: Any):
     inputs = CALLS[name]
-    options = inputs.options
     # The kernels of gradients run where they are recomputed.
-    backward = dataclasses.replace(options, keeps_gradients=False)
-    inputs = inputs if direction == "forward" else dataclasses.replace(inputs, options=backward)
+    inputs = inputs if direction == "forward" else inputs.replace(keeps_gradients=False)
     vector, scalar = struct(*inputs.labels.shape, dtype="float32"), struct(dtype="float32")
-    results = LossResults(vector, vector, vector if options.needs_sum else None)
+    results = LossResults(vector, vector, vector if inputs.needs_sum else None)
 
     def call(inputs: LossInputs, results: LossResults, total: jax.Array) -> Any:
         if direction == "forward":

@@ -11,20 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 from tests.aot.compiler import H100, compile_for_h100, missing_packages
-from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedOptions, GatedProblem
+from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs
 from tilewright.kernels.grouped_matmul.hopper import products
 from tilewright.kernels.grouped_matmul.hopper.backend import HopperGroupedMatmul
 from tilewright.kernels.grouped_matmul.hopper.gated import HopperGatedGroupedMatmul
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedOptions, GroupedProblem
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.matmul import hopper
-from tilewright.kernels.matmul.inputs import (
-    GluInputs,
-    GluOptions,
-    GluProblem,
-    MatmulInputs,
-    MatmulOptions,
-    MatmulProblem,
-)
+from tilewright.kernels.matmul.inputs import GluInputs, MatmulInputs
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.known_devices import find_device
 
@@ -34,7 +27,7 @@ DEVICE = find_device(H100).device
 GROUPS = 8
 
 
-def struct(*shape: int, dtype: Any = "bfloat16") -> jax.ShapeDtypeStruct:
+def struct(*shape: int, dtype: Any = "bfloat16") -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
@@ -45,30 +38,33 @@ def grouped(rows: int, k: int, n: int, *, transposed: bool = False, dtype: str =
     elif scales == "numbers":
         of_lhs = of_rhs = struct(dtype="float32")
     rhs = struct(GROUPS, *((n, k) if transposed else (k, n)), dtype=dtype)
-    options = GroupedOptions("bfloat16" if scales else dtype, transposed)
     inputs = GroupedInputs(
-        struct(rows, k, dtype=dtype), rhs, struct(GROUPS, dtype="int32"), None, of_lhs, of_rhs, options
+        struct(rows, k, dtype=dtype),
+        rhs,
+        struct(GROUPS, dtype="int32"),
+        out_dtype="bfloat16" if scales else dtype,
+        lhs_scale=of_lhs,
+        rhs_scale=of_rhs,
+        transpose_rhs=transposed,
     )
-    return HopperGroupedMatmul(), inputs, GroupedProblem.of(inputs), struct(rows, n, dtype=options.out_dtype), None
+    return HopperGroupedMatmul(), inputs, struct(rows, n, dtype=inputs.out_dtype), None
 
 
 def gated(rows: int, k: int, n: int) -> Any:
-    matrices, options = struct(GROUPS, k, n), GatedOptions("bfloat16", "gelu")
-    inputs = GatedInputs(struct(rows, k), matrices, matrices, struct(GROUPS, dtype="int32"), None, options)
-    d_out = struct(rows, n)
-    return HopperGatedGroupedMatmul(), inputs, GatedProblem.of(inputs), d_out, (d_out, d_out)
+    matrices, d_out = struct(GROUPS, k, n), struct(rows, n)
+    inputs = GatedInputs(struct(rows, k), matrices, matrices, struct(GROUPS, dtype="int32"), "bfloat16", "gelu")
+    return HopperGatedGroupedMatmul(), inputs, d_out, (d_out, d_out)
 
 
 def dense(m: int, k: int, n: int, **flags: bool) -> Any:
     lhs = (k, m) if flags.get("transpose_lhs") else (m, k)
     rhs = (n, k) if flags.get("transpose_rhs") else (k, n)
-    inputs = MatmulInputs(struct(*lhs), struct(*rhs), MatmulOptions("bfloat16", **flags))
-    return hopper.HopperMatmul(), inputs, MatmulProblem.of(inputs), struct(m, n), None
+    return hopper.HopperMatmul(), MatmulInputs(struct(*lhs), struct(*rhs), "bfloat16", **flags), struct(m, n), None
 
 
 def glu(m: int, k: int, n: int) -> Any:
-    inputs = GluInputs(struct(m, k), struct(k, n), struct(k, n), GluOptions("bfloat16", "silu"))
-    return hopper.HopperGlu(), inputs, GluProblem.of(inputs), struct(m, n), (struct(m, n), struct(m, n))
+    inputs = GluInputs(struct(m, k), struct(k, n), struct(k, n), "bfloat16", "silu")
+    return hopper.HopperGlu(), inputs, struct(m, n), (struct(m, n), struct(m, n))
 
 
 CALLS: dict[str, Callable[[], Any]] = {
@@ -94,10 +90,10 @@ SPILLS = {"gated": 16}
 
 def each_config() -> Iterator[Any]:
     for name, direction in itertools.product(CALLS, ("forward", "backward")):
-        backend, _, problem, *_ = CALLS[name]()
-        if backend.not_supported_reasons(problem, DEVICE, direction):
+        backend, inputs, *_ = CALLS[name]()
+        if backend.not_supported_reasons(inputs, DEVICE, direction):
             continue
-        for number, params in enumerate(backend.candidates(problem, DEVICE, direction)):
+        for number, params in enumerate(backend.candidates(inputs, DEVICE, direction)):
             # Bands differ in arithmetic alone: the first config of each call stands for them.
             marks = () if not number else pytest.mark.slow
             yield pytest.param(name, direction, params, id=f"{name}-{direction}-{number}", marks=marks)
@@ -105,7 +101,7 @@ def each_config() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "direction", "params"), each_config())
 def test_no_spills(name: str, direction: Direction, params: Any):
-    backend, inputs, _, d_out, results = CALLS[name]()
+    backend, inputs, d_out, results = CALLS[name]()
 
     def call(inputs: Any, d_out: Any, results: Any) -> Any:
         if direction == "forward":

@@ -12,7 +12,6 @@ from tests.kernels.paged_attention.conformance import inputs_of
 from tests.kernels.paged_attention.latent_conformance import latent_inputs
 from tilewright.kernels.paged_attention.hopper.latent_backend import PallasGpuPagedAttention
 from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
-from tilewright.kernels.paged_attention.inputs import PagedProblem
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaDecode
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 
@@ -39,7 +38,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_compiles_without_spills(name: str) -> None:
     inputs: Any = jax.eval_shape(CALLS[name])
-    params = BACKEND.candidates(PagedProblem.of(inputs), H100, "forward")
+    params = BACKEND.candidates(inputs, H100, "forward")
     # How many splits there are, and how far ahead is prefetched, are constants; whether at all decides.
     for one in {(bool(each.prefetched), each.num_key_splits > 1): each for each in params}.values():
         reports = compile_for_h100(lambda inputs, one=one: BACKEND.forward(inputs, one), inputs)
@@ -83,7 +82,7 @@ def packed_reports(fields: dict[str, Any]) -> list[KernelReport]:
     backend = PallasGpuPackedAttention()
     reports = [
         compile_for_h100(lambda inputs, one=one: backend.forward(inputs, one), inputs)
-        for one in backend.candidates(PagedProblem.of(inputs), H100, "forward")
+        for one in backend.candidates(inputs, H100, "forward")
     ]
     assert all(reports)
     return [report for some in reports for report in some]

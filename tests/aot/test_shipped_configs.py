@@ -16,7 +16,6 @@ from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAtte
 from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
 
@@ -135,22 +134,16 @@ def compilations() -> Iterator[Compilation]:
     op = FlashAttention()
     for each in (*HOPPER_CASES.values(), *SCORE_CASES, *OTHER_CASES):
         arrays, kwargs = abstract_arguments(each)
-        inputs = op.inputs(**_named(op, arrays, kwargs))
-        problem = AttentionProblem.of(inputs)
+        inputs = op.prepare(*arrays, **kwargs)
         with tilewright.target_device(H100):
             device = current_device()
             for direction in ("forward", "backward"):
-                if BACKEND.not_supported_reasons(problem, device, direction):
+                if BACKEND.not_supported_reasons(inputs, device, direction):
                     continue
-                heuristic = BACKEND.heuristic(problem, device, direction)
-                for params in dict.fromkeys([heuristic, *BACKEND.candidates(problem, device, direction)]):
+                heuristic = BACKEND.heuristic(inputs, device, direction)
+                for params in dict.fromkeys([heuristic, *BACKEND.candidates(inputs, device, direction)]):
                     sizes = "x".join(str(value) for value in dataclasses.astuple(params) if value is not None)
                     yield Compilation(f"{each.name}-{direction}-{sizes}", inputs, direction, params)
-
-
-def _named(op: FlashAttention, arrays: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    args, options = op.prepare(*arrays, **kwargs)
-    return dict(zip(("query", "key", "value", "bias", "mask", "softmax_aux"), args, strict=True)) | options
 
 
 def program(compilation: Compilation) -> tuple[Any, tuple[Any, ...]]:

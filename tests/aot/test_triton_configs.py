@@ -15,7 +15,6 @@ from tilewright.kernels.flash_attention import cases
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.triton.backend import TritonFlashAttention
 from tilewright.kernels.triton import recorded_launches
 from tilewright.ops.types import Direction
@@ -87,8 +86,7 @@ def inputs_of(**options: Any) -> AttentionInputs:
     case = AttentionCase("", **sizes | options)
     with mock.patch.object(cases, "normal", lambda _, shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))):
         arrays, kwargs = case.arguments()
-    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
-    return FlashAttention().inputs(*args, **kwargs)
+    return FlashAttention().prepare(*arrays, **kwargs)
 
 
 def compilations() -> Iterator[Compilation]:
@@ -100,9 +98,8 @@ def compilations() -> Iterator[Compilation]:
     directions: tuple[Direction, ...] = ("forward", "backward")
     for name, options in (all_of | first_of).items():
         inputs = inputs_of(**options)
-        problem = AttentionProblem.of(inputs)
         for (card, device), direction in itertools.product(CARDS.items(), directions):
-            candidates = BACKEND.candidates(problem, device, direction)
+            candidates = BACKEND.candidates(inputs, device, direction)
             for params in candidates[: None if name in all_of else 1]:
                 tiles = next(getattr(params, field.name) for field in dataclasses.fields(params))
                 sizes = "x".join(str(int(value)) for value in dataclasses.astuple(tiles))

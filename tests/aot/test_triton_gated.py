@@ -1,6 +1,5 @@
 """Every config of the gated ops in Triton that selection or tuning can take compiles without spills."""
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 import tilewright
 from tests.aot.test_triton_grouped_matmul import CARDS
-from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedOptions, GatedProblem
+from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs
 from tilewright.kernels.grouped_matmul.triton.gated import TritonGatedGroupedMatmul
 from tilewright.kernels.triton import recorded_launches
 
@@ -38,7 +37,7 @@ def inputs_of(
     lhs: Any = jax.ShapeDtypeStruct((rows, k), jnp.dtype(dtype))
     matrices: Any = jax.ShapeDtypeStruct((8, k, n), jnp.dtype(dtype))
     sizes: Any = jax.ShapeDtypeStruct((8,), jnp.int32)
-    return GatedInputs(lhs, matrices, matrices, sizes, None, GatedOptions(dtype, activation), keeps=keeps)
+    return GatedInputs(lhs, matrices, matrices, sizes, dtype, activation, keeps=keeps)
 
 
 def faults(device: Any, trace: Any, *args: Any) -> list[Any]:
@@ -53,9 +52,9 @@ def faults(device: Any, trace: Any, *args: Any) -> list[Any]:
 @pytest.mark.parametrize("name", CALLS)
 def test_forward_compiles_without_spills(name: str, card: str):
     device, inputs = CARDS[card], inputs_of(**CALLS[name])
-    candidates = list(BACKEND.candidates(GatedProblem.of(inputs), device, "forward"))
+    candidates = list(BACKEND.candidates(inputs, device, "forward"))
     for params, keeps in itertools.product(candidates[: 1 if name in FIRST_ALONE else None], (True, False)):
-        each = dataclasses.replace(inputs, keeps=keeps)
+        each = inputs.replace(keeps=keeps)
         found = faults(device, lambda inputs, params=params: BACKEND.forward(inputs, params), each)
         assert not found, f"{params}: {found}"
 
@@ -65,7 +64,7 @@ def test_forward_compiles_without_spills(name: str, card: str):
 def test_backward_compiles_without_spills(name: str, card: str):
     device, inputs = CARDS[card], inputs_of(**CALLS[name])
     d_out = jax.ShapeDtypeStruct((inputs.lhs.shape[0], inputs.gate.shape[2]), inputs.lhs.dtype)
-    for params in BACKEND.candidates(GatedProblem.of(inputs), device, "backward"):
+    for params in BACKEND.candidates(inputs, device, "backward"):
 
         def run(inputs: GatedInputs, d_out: Any, params: Any = params) -> Any:
             return BACKEND.backward(inputs, (d_out, d_out), d_out, params)

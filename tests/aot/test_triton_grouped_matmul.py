@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import tilewright
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedOptions, GroupedProblem
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.grouped_matmul.triton.backend import TritonGroupedMatmul
 from tilewright.kernels.triton import recorded_launches
 from tilewright.ops.types import Direction
@@ -58,14 +58,14 @@ def inputs_of(
     lhs: Any = jax.ShapeDtypeStruct((rows, k), jnp.dtype(dtype))
     rhs: Any = jax.ShapeDtypeStruct((8, n, k) if transposed else (8, k, n), jnp.dtype(dtype))
     sizes: Any = jax.ShapeDtypeStruct((8,), jnp.int32)
-    return GroupedInputs(lhs, rhs, sizes, None, None, None, GroupedOptions(dtype, transposed, precision))
+    return GroupedInputs(lhs, rhs, sizes, dtype, transpose_rhs=transposed, precision=precision)
 
 
 def compilations() -> Iterator[Compilation]:
     directions: tuple[Direction, ...] = ("forward", "backward")
     for (name, call), (card, device), direction in itertools.product(CALLS.items(), CARDS.items(), directions):
         inputs = inputs_of(**call)
-        candidates = list(BACKEND.candidates(GroupedProblem.of(inputs), device, direction))
+        candidates = list(BACKEND.candidates(inputs, device, direction))
         for number, params in enumerate(candidates if name in TUNED else candidates[:1]):
             yield Compilation(f"{name}-{card}-{direction}-{number}", card, inputs, direction, params)
 
@@ -75,7 +75,7 @@ def trace(compilation: Compilation) -> None:
     if compilation.direction == "forward":
         jax.eval_shape(lambda inputs: BACKEND.forward(inputs, params), inputs)
         return
-    d_out = jax.ShapeDtypeStruct(inputs.out_shape, inputs.options.out_dtype)
+    d_out = jax.ShapeDtypeStruct(inputs.out_shape, inputs.out_dtype)
     jax.eval_shape(lambda inputs, d_out: BACKEND.backward(inputs, None, d_out, params), inputs, d_out)
 
 

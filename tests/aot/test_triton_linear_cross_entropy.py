@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import tilewright
-from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossOptions, LossProblem, LossResults
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossResults
 from tilewright.kernels.linear_cross_entropy.triton.backend import TritonLinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.triton.params import TritonLossParams
 from tilewright.kernels.triton import recorded_launches
@@ -69,8 +69,9 @@ def inputs_of(
         array(vocab, d) if vocab_first else array(d, vocab),
         array(tokens, dtype="int32"),
         array(vocab) if bias else None,
-        None,
-        LossOptions(vocab_first=vocab_first, keeps_gradients=True, **options),
+        vocab_first=vocab_first,
+        keeps_gradients=True,
+        **options,
     )
 
 
@@ -78,7 +79,7 @@ def compilations() -> Iterator[Compilation]:
     directions: tuple[Direction, ...] = ("forward", "backward")
     for (name, call), (card, device), direction in itertools.product(CALLS.items(), CARDS.items(), directions):
         inputs = inputs_of(**call)
-        candidates: list[Any] = list(BACKEND.candidates(LossProblem.of(inputs), device, direction))
+        candidates: list[Any] = list(BACKEND.candidates(inputs, device, direction))
         # Block sizes alone make no other kernels worth compiling, nor do gradients that are there.
         if direction == "backward":
             candidates = [each for each in candidates if each.recompute]

@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 from tests.kernels.conftest import H100
 from tests.kernels.paged_attention.conformance import inputs_of
 from tests.kernels.paged_attention.test_conformance_triton import SHIPPED
-from tilewright.kernels.paged_attention.inputs import PagedProblem
 from tilewright.kernels.paged_attention.triton.backend import TritonPagedAttention
 from tilewright.kernels.triton import recorded_launches
 from tilewright.kernels.triton.compiler import report
@@ -22,7 +21,7 @@ BACKEND = TritonPagedAttention()
 def test_nothing_spills(name: str):
     op, case = SHIPPED[name]
     inputs: Any = jax.eval_shape(lambda: inputs_of(op, case))
-    params = BACKEND.heuristic(PagedProblem.of(inputs), H100, "forward")
+    params = BACKEND.heuristic(inputs, H100, "forward")
     with recorded_launches() as found:
         jax.eval_shape(lambda inputs: BACKEND.forward(inputs, params), inputs)
     assert found

@@ -16,7 +16,7 @@ from tilewright.kernels import kernel
 from tilewright.kernels.cuda import Group, groups_of, locate, toolchain
 from tilewright.kernels.flash_attention.cuda import ampere_variants
 from tilewright.kernels.flash_attention.cuda import backend as cuda
-from tilewright.kernels.op.portfolio import Choice
+from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
 from tilewright.ops import Lock, executor
 from tilewright.ops.config.lockfile import Decision

@@ -8,29 +8,34 @@ import pytest
 
 from tests.support.command_line import invoke
 from tilewright.cli.info import probing
-from tilewright.kernels.op.backend import Implementation, Platform
-from tilewright.kernels.op.portfolio import LazyImplementation
+from tilewright.kernels.op.backend import Implementation, LazyImplementation
+from tilewright.kernels.op.choice import Platform
+from tilewright.kernels.op.inputs import OpInputs, static
 from tilewright.ops import Device
 from tilewright.ops.utils.device import current_device
 
 GPU = Device("gpu", "NVIDIA H200", (9, 0), 132, "gpu:NVIDIA H200:9.0")
 
 
+class Numbered(OpInputs):
+    number: int = static()
+
+
 class Picky(Implementation):
-    """Serves no GPU, and of problems the second."""
+    """Serves no GPU, and of calls the second."""
 
     platform = Platform.PALLAS
 
-    def not_supported_reasons(self, problem, device, direction):
+    def reasons(self, inputs, device, direction):
         reasons = [] if device.kind == "cpu" else [f"needs a CPU, got {device.name} ({device.capability=})"]
-        return [*reasons, "is for 2"] if problem == 1 else reasons
+        return [*reasons, "is for 2"] if inputs.number == 1 else reasons
 
-    heuristic = candidates = forward = backward = None
+    candidates = forward = backward = None
 
 
-def served(where, problems=(1, 2), present=None):
+def served(where, calls=(Numbered(1), Numbered(2)), present=None):
     devices = [current_device()] if present is None else present
-    return probing._served("op", LazyImplementation(where), problems, devices)
+    return probing._served("op", LazyImplementation(where), calls, devices)
 
 
 def test_every_backend_of_every_op_is_asked(monkeypatch):
@@ -47,15 +52,14 @@ def test_every_backend_of_every_op_is_asked(monkeypatch):
     assert fa4.endswith("needs flash-attn-4, quack-kernels, nvidia-cutlass-dsl, torch: pip install 'tilewright[fa4]'")
 
 
-def test_a_device_that_no_problem_is_served_on_is_not_listed():
+def test_a_device_that_no_call_is_served_on_is_not_listed():
     one = served(f"{__name__}:Picky", present=[current_device(), GPU])
     assert (one.devices, one.why) == (("cpu",), "")
     other = served(f"{__name__}:Picky", present=[GPU])
     assert (other.devices, other.why) == ((), "needs a CPU")
-    assert served(f"{__name__}:Picky", problems=[1]).why == "is for 2; needs a CPU, got NVIDIA H100 80GB HBM3 " + (
-        "(device.capability=(9, 0))"
-    )
-    assert "no device" in served(f"{__name__}:Picky", problems=[], present=[]).why
+    why = served(f"{__name__}:Picky", calls=[Numbered(1)]).why
+    assert why == "is for 2; needs a CPU, got NVIDIA H100 80GB HBM3 (device.capability=(9, 0))"
+    assert "no device" in served(f"{__name__}:Picky", calls=[], present=[]).why
 
 
 @pytest.mark.parametrize(

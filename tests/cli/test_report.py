@@ -21,8 +21,7 @@ from tilewright.cli import main
 from tilewright.cli.report.calls import ReportedCall, calls_of_cache
 from tilewright.cli.report.markup import visible
 from tilewright.cli.report.page import MAX_MESSAGE, render
-from tilewright.kernels.op.backend import Platform
-from tilewright.kernels.op.portfolio import Choice
+from tilewright.kernels.op.choice import Choice, Platform
 from tilewright.ops import AutotuningResult, Candidate, FwdParams, PersistentCache, TunedCall
 from tilewright.ops.config.persistent import Entry
 from tilewright.ops.utils.device import current_device

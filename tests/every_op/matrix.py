@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.kernels import OPS, function, kernel
-from tilewright.kernels.op.backend import Platform
-from tilewright.kernels.op.portfolio import Choice, Portfolio
+from tilewright.kernels.op.choice import Choice, Platform
+from tilewright.kernels.op.portfolio import Portfolio
 from tilewright.ops import Invocation
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.utils.device import current_device
@@ -92,4 +92,4 @@ def every_op() -> tuple[str, ...]:
 def choices(call: OpCall, direction: str = "forward") -> Iterator[Choice]:
     """What every implementation that can serve a call would run it with on the device in force."""
     inv = call.invocation(direction)
-    yield from {choice.implementation: choice for choice in call.kernel._supported(inv)}.values()
+    yield from {choice.implementation: choice for choice in call.kernel._by_preference(inv)}.values()

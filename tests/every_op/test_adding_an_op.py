@@ -113,8 +113,8 @@ class TestDefaults:
         assert op.cost(inv.backward()) == Cost(0.0, 3 * 2 * 8 * 32)
         assert op.min_cost(inv) == Cost(0.0, 2 * 8 * 32)
         assert op.min_cost(inv.backward()) == Cost(0.0, 0.0)
-        assert op.problem_of(inv) is op.problem_of(inv)
-        assert op.problem_of(dataclasses.replace(inv)) == op.problem_of(inv)
+        assert op.inputs_of(inv) is op.inputs_of(inv)
+        assert op.inputs_of(dataclasses.replace(inv)) == op.inputs_of(inv)
 
     @pytest.mark.parametrize("spec", [P("data", None), P("data", "model"), P(None, ("data", "model"))], ids=str)
     def test_shared_dimensions_are_split_as_the_types_say(self, spec: P) -> None:

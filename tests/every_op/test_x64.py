@@ -9,7 +9,7 @@ import pytest
 
 import tilewright
 from tests.every_op.matrix import call_of, choices, every_op
-from tilewright.kernels.op.portfolio import PerDirection
+from tilewright.kernels.op.choice import PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops.lowering.labels import find_labels_in_lowered, is_call_label, parse_label
 

@@ -45,8 +45,10 @@ def test_a_policy_by_name_saves_one_forward_pass_a_layer():
 @pytest.mark.parametrize("checkpoint", [jax.checkpoint, lambda f: jax.checkpoint(f, policy=NAMES)])
 def test_the_gradients_are_those_without(checkpoint):
     wanted = jax.grad(lambda w: loss(block, X, w))(W)
-    np.testing.assert_allclose(jax.grad(lambda w: loss(checkpoint(block), X, w))(W), wanted, rtol=1e-5)
-    np.testing.assert_allclose(jax.jit(jax.grad(lambda w: loss(checkpoint(block), X, w)))(W), wanted, rtol=1e-4)
+    # Sums near 100 that cancel: how XLA fuses what is computed again depends on the machine's vectors.
+    exact = {"rtol": 1e-5, "atol": 1e-4}
+    np.testing.assert_allclose(jax.grad(lambda w: loss(checkpoint(block), X, w))(W), wanted, **exact)
+    np.testing.assert_allclose(jax.jit(jax.grad(lambda w: loss(checkpoint(block), X, w)))(W), wanted, **exact)
 
 
 def named_bytes(function, *arguments):

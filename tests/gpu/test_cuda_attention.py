@@ -29,7 +29,6 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.cuda.backend import CudaBackwardParams, CudaFlashAttention, CudaForwardParams
 from tilewright.kernels.flash_attention.cuda.selection import TABLES
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.op.backend import Implementation
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Direction
@@ -59,7 +58,7 @@ class TestCudaDeterministic(Conformance):
     low_bias = False
     cases = CASES[1::2]
 
-    def params(self, problem: AttentionProblem, direction: Direction) -> CudaForwardParams | CudaBackwardParams:
+    def params(self, inputs: AttentionInputs, direction: Direction) -> CudaForwardParams | CudaBackwardParams:
         return CudaForwardParams() if direction == "forward" else CudaBackwardParams(None, True)
 
 
@@ -69,8 +68,8 @@ def variant_names(direction: Direction) -> list[str]:
 
 
 @functools.cache
-def problem_of(case: AttentionCase) -> AttentionProblem:
-    return AttentionProblem.of(inputs_of(case))
+def structs_of(case: AttentionCase) -> AttentionInputs:
+    return inputs_of(case).structs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Trial:
 
     def reasons(self, direction: Direction, params: Any) -> list[str]:
         with jax.default_matmul_precision(self.precision):
-            return BACKEND.config_reasons(problem_of(self.case), current_device(), direction, params)
+            return BACKEND.config_reasons(structs_of(self.case), current_device(), direction, params)
 
     def run(self, forward: CudaForwardParams, backward: CudaBackwardParams) -> None:
         with jax.default_matmul_precision(self.precision):

@@ -17,11 +17,10 @@ from tilewright.kernels.flash_attention.cuda.backend import CudaFlashAttention
 from tilewright.kernels.flash_attention.cudnn.backend import CudnnBackwardParams, CudnnForwardParams
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.masks import LengthMask
 from tilewright.kernels.op.backend import Implementation
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
@@ -46,10 +45,10 @@ class TestCudnn(Conformance):
 
 
 def skip_unless_served(inputs: AttentionInputs) -> None:
-    problem = AttentionProblem.of(inputs, lse_wanted=True)
+    structs = inputs.structs.replace(return_lse=True)
     directions: tuple[Direction, ...] = ("forward", "backward")
     for direction in directions:
-        if why := BACKEND.not_supported_reasons(problem, current_device(), direction):
+        if why := BACKEND.not_supported_reasons(structs, current_device(), direction):
             pytest.skip("; ".join(why))
 
 
@@ -78,10 +77,10 @@ def test_residuals_are_those_of_every_backend(name: str):
 def test_pairs_with_kernels_of_ours(name: str, other: Implementation):
     inputs = inputs_for(dataclasses.replace(CASES[name], head_dim=64, q_length=192))
     skip_unless_served(inputs)
-    problem = AttentionProblem.of(inputs, lse_wanted=True)
+    structs = inputs.structs.replace(return_lse=True)
     directions: tuple[Direction, ...] = ("forward", "backward")
     for direction in directions:
-        if why := other.not_supported_reasons(problem, current_device(), direction):
+        if why := other.not_supported_reasons(structs, current_device(), direction):
             pytest.skip("; ".join(why))
     check_residuals(inputs, current_device(), [other])
 
@@ -101,7 +100,7 @@ def test_lengths_of_nothing_and_beyond():
     inputs = inputs_for(case_of(q_length=200, head_dim=64))
     skip_unless_served(inputs)
     lengths = LengthMask(jnp.array([250, 17]), jnp.array([0, 999])) & LengthMask(jnp.array([133]), None)
-    (_, lse), gradients = judge_both(dataclasses.replace(inputs, mask=lengths))
+    (_, lse), gradients = judge_both(inputs.replace(mask=lengths))
     assert np.all(np.isneginf(np.asarray(lse)[0]))
     assert not np.any(np.asarray(gradients["value"][0], np.float32))
 
@@ -112,7 +111,7 @@ def test_a_bias_of_minus_infinity_masks(dtype: str):
     bias[:, :, :, 130:] = bias[:, :, 5] = bias[1, :, 7:80] = bias[0, :, 20:, :80] = -np.inf
     inputs = inputs_for(case_of(q_length=160, head_dim=64, dtype=dtype, causal=True))
     skip_unless_served(inputs)
-    judge_both(dataclasses.replace(inputs, bias=jnp.asarray(bias, dtype)))
+    judge_both(inputs.replace(bias=jnp.asarray(bias, dtype)))
 
 
 LONG = {

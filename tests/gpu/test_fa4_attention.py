@@ -18,11 +18,10 @@ from tilewright.kernels.flash_attention.cuda.backend import CudaFlashAttention
 from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.masks import LengthMask
 from tilewright.kernels.op.backend import Implementation
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
@@ -47,12 +46,12 @@ class TestFa4(Conformance):
     cases = PAIRWISE
 
 
-def skip_unless_served(inputs: AttentionInputs, backend: Implementation = BACKEND) -> AttentionProblem:
-    problem = AttentionProblem.of(inputs, lse_wanted=True)
+def skip_unless_served(inputs: AttentionInputs, backend: Implementation = BACKEND) -> AttentionInputs:
+    structs = inputs.structs.replace(return_lse=True)
     for direction in DIRECTIONS:
-        if why := backend.not_supported_reasons(problem, current_device(), direction):
+        if why := backend.not_supported_reasons(structs, current_device(), direction):
             pytest.skip("; ".join(why))
-    return problem
+    return structs
 
 
 DIMS = (8, 32, 40, 64, 72, 96, 125, 128, 136, 192, 200, 253, 256)
@@ -107,7 +106,7 @@ def test_lengths_of_nothing_and_beyond(kv_heads: int):
     inputs = inputs_for(case_of(q_length=200, head_dim=64, kv_heads=kv_heads))
     skip_unless_served(inputs)
     lengths = LengthMask(jnp.array([250, 17]), jnp.array([0, 999])) & LengthMask(jnp.array([133]), None)
-    (_, lse), gradients = judge_both(dataclasses.replace(inputs, mask=lengths))
+    (_, lse), gradients = judge_both(inputs.replace(mask=lengths))
     assert np.all(np.isneginf(np.asarray(lse)[0]))
     assert not np.any(np.asarray(gradients["value"][0], np.float32))
 
@@ -115,7 +114,7 @@ def test_lengths_of_nothing_and_beyond(kv_heads: int):
 def test_lengths_of_queries_beside_a_window():
     inputs = inputs_for(case_of(q_length=300, head_dim=64, sliding_window=(60, 10)))
     skip_unless_served(inputs)
-    judge_both(dataclasses.replace(inputs, mask=inputs.mask & LengthMask(jnp.array([250, 0]), None)))
+    judge_both(inputs.replace(mask=inputs.mask & LengthMask(jnp.array([250, 0]), None)))
 
 
 LONG = {
@@ -141,11 +140,11 @@ def test_every_config_at_real_lengths(name: str):
     """Against the oracle, and further runs against the first one."""
     case: AttentionCase = LONG[name]
     inputs = inputs_for(case)
-    problem = skip_unless_served(inputs)
+    structs = skip_unless_served(inputs)
     d_out, d_lse = cotangents(inputs)
     exact, low = oracles(inputs, d_out, d_lse)
     found = []
-    for params in BACKEND.candidates(problem, current_device(), "forward"):
+    for params in BACKEND.candidates(structs, current_device(), "forward"):
         forward = jax.jit(lambda inputs, params=params: BACKEND.forward(inputs, params))
         out, lse = forward(inputs)
         judge({"out": out, "lse": lse}, exact.results, low.results, case.tolerance_factor, params)
@@ -153,8 +152,8 @@ def test_every_config_at_real_lengths(name: str):
         found += [(params, repeats)] * any(repeats.values())
     assert not found
     # Sums in global memory are added up in whatever order tiles finish.
-    added = ("query",) if problem.groups == 1 else ("query", "key", "value")
-    for params in BACKEND.candidates(problem, current_device(), "backward"):
+    added = ("query",) if structs.groups == 1 else ("query", "key", "value")
+    for params in BACKEND.candidates(structs, current_device(), "backward"):
         backward = jax.jit(lambda inputs, results, d, params=params: BACKEND.backward(inputs, results, d, params))
 
         def run(backward: Any = backward) -> dict[str, jax.Array]:

@@ -10,7 +10,7 @@ import pytest
 from tests.kernels.grouped_matmul.test_gated import arrays_of, expected
 from tests.kernels.matmul.gates import gate_oracle, near
 from tests.kernels.matmul.test_glu import arrays_of as glu_arrays_of
-from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedOptions, GatedProblem
+from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs
 from tilewright.kernels.grouped_matmul.triton.gated import TritonGatedGroupedMatmul
 from tilewright.kernels.numerics.activations import ACTIVATIONS
 from tilewright.modules import gated_grouped_matmul, glu, matmul
@@ -60,9 +60,9 @@ def test_candidates_at_real_sizes(rows: int, groups: int):
     pytest.importorskip("triton")
     backend = TritonGatedGroupedMatmul()
     lhs, gate, up, sizes, d_out = arrays_of(rows=rows, k=512, n=704, groups=groups, dtype="bfloat16")
-    inputs, device = GatedInputs(lhs, gate, up, sizes, None, GatedOptions("bfloat16", "silu")), current_device()
-    want, problem = expected(lhs, gate, up, sizes, d_out), GatedProblem.of(inputs)
-    forward, backward = (list(backend.candidates(problem, device, way)) for way in ("forward", "backward"))
+    inputs, device = GatedInputs(lhs, gate, up, sizes, "bfloat16", "silu"), current_device()
+    want = expected(lhs, gate, up, sizes, d_out)
+    forward, backward = (list(backend.candidates(inputs, device, way)) for way in ("forward", "backward"))
     for number in range(max(len(forward), len(backward))):
         params = forward[number % len(forward)], backward[number % len(backward)]
 

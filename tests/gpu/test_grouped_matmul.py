@@ -11,7 +11,7 @@ from tests.kernels.grouped_matmul.conformance import GroupedConformance, check, 
 from tests.kernels.grouped_matmul.oracle import oracle
 from tilewright.kernels.grouped_matmul.cases import GroupedMatmulCase
 from tilewright.kernels.grouped_matmul.hopper.backend import HopperGroupedMatmul
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.grouped_matmul.ragged_dot import RaggedDot
 from tilewright.kernels.grouped_matmul.triton.backend import TritonGroupedMatmul
 from tilewright.kernels.grouped_matmul.xla.backend import XlaGroupedMatmul
@@ -23,14 +23,13 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a 
 
 def exact(inputs: GroupedInputs) -> GroupedInputs:
     """The same with float32 that is not rounded to TensorFloat-32."""
-    options = dataclasses.replace(inputs.options, precision=jax.lax.Precision.HIGHEST)
-    return dataclasses.replace(inputs, options=options)
+    return inputs.replace(precision=jax.lax.Precision.HIGHEST)
 
 
 class _OnGpu(GroupedConformance):
-    def params(self, problem: GroupedProblem) -> tuple[Any, Any]:
+    def params(self, inputs: GroupedInputs) -> tuple[Any, Any]:
         device = current_device()
-        return self.backend.heuristic(problem, device, "forward"), self.backend.heuristic(problem, device, "backward")
+        return self.backend.heuristic(inputs, device, "forward"), self.backend.heuristic(inputs, device, "backward")
 
     def compiled(self, inputs: GroupedInputs) -> Any:
         run = super().compiled(exact(inputs))
@@ -38,21 +37,21 @@ class _OnGpu(GroupedConformance):
 
 
 class TestXla(_OnGpu):
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = XlaGroupedMatmul()
+    backend: ClassVar[Implementation[Any, Any, Any, Any]] = XlaGroupedMatmul()
 
 
 class TestRaggedDot(_OnGpu):
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = RaggedDot()
+    backend: ClassVar[Implementation[Any, Any, Any, Any]] = RaggedDot()
 
 
 class TestTriton(_OnGpu):
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = TritonGroupedMatmul()
+    backend: ClassVar[Implementation[Any, Any, Any, Any]] = TritonGroupedMatmul()
 
 
 class TestHopper(_OnGpu):
     """In 16 bits, which are all that it serves."""
 
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = HopperGroupedMatmul()
+    backend: ClassVar[Implementation[Any, Any, Any, Any]] = HopperGroupedMatmul()
 
     def adapted(self, case: GroupedMatmulCase) -> GroupedMatmulCase:
         return dataclasses.replace(case, dtype="float16" if case.dtype == "float16" else "bfloat16", rhs_dtype=None)
@@ -75,11 +74,11 @@ def test_candidates_at_real_sizes(case: GroupedMatmulCase, backend: Any):
     if backend.late_import:
         pytest.importorskip(backend.late_import)
     inputs = exact(inputs_of(case))
-    problem, d_out, device = GroupedProblem.of(inputs), cotangent_of(inputs), current_device()
-    if declined := backend.not_supported_reasons(problem, device, "backward"):
+    d_out, device = cotangent_of(inputs), current_device()
+    if declined := backend.not_supported_reasons(inputs, device, "backward"):
         pytest.skip("; ".join(declined))
     want = oracle(inputs, d_out)
-    forward, backward = (list(backend.candidates(problem, device, way)) for way in ("forward", "backward"))
+    forward, backward = (list(backend.candidates(inputs, device, way)) for way in ("forward", "backward"))
     for number in range(max(len(forward), len(backward))):
         params = forward[number % len(forward)], backward[number % len(backward)]
 
@@ -103,11 +102,10 @@ def test_float8(dtype: str, scales: Any):
         preferred_element_type="float32",
     )  # fmt: skip
     backend, inputs, device = HopperGroupedMatmul(), inputs_of(case), current_device()
-    problem = GroupedProblem.of(inputs)
-    if declined := backend.not_supported_reasons(problem, device, "forward"):
+    if declined := backend.not_supported_reasons(inputs, device, "forward"):
         pytest.skip("; ".join(declined))
     want = oracle(inputs, cotangent_of(inputs))["out"]
-    for params in backend.candidates(problem, device, "forward"):
+    for params in backend.candidates(inputs, device, "forward"):
         got = np.asarray(jax.jit(lambda inputs, params=params: backend.forward(inputs, params))(inputs), np.float64)
         # wgmma's own sums of a step have about 14 bits.
         assert np.abs(got - want).max() < 2e-3 * np.abs(want).max(), params

@@ -24,13 +24,13 @@ from tests.kernels.linear_cross_entropy.conformance import (
 from tests.kernels.linear_cross_entropy.oracle import Found
 from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase
 from tilewright.kernels.linear_cross_entropy.hopper.backend import HopperLinearCrossEntropy
-from tilewright.kernels.linear_cross_entropy.inputs import LossProblem
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.triton.backend import TritonLinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.xla.backend import XlaLinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.xla.params import XlaLossBackwardParams, XlaLossParams
 from tilewright.kernels.op.backend import Implementation
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -56,14 +56,12 @@ def forms_of_xla() -> list[PerDirection]:
     ]
 
 
-def forms_of(
-    backend: Implementation[Any, Any, Any, Any, Any], problem: LossProblem, **sizes: int
-) -> list[PerDirection]:
+def forms_of(backend: Implementation[Any, Any, Any, Any], inputs: LossInputs, **sizes: int) -> list[PerDirection]:
     """Every tile of a backend with kernels; the heuristic's form, and the recomputed one, in blocks of these sizes."""
     device, found = current_device(), []
-    if any(backend.not_supported_reasons(problem, device, way) for way in ("forward", "backward")):
+    if any(backend.not_supported_reasons(inputs, device, way) for way in ("forward", "backward")):
         return []
-    forward, backward = (list(backend.candidates(problem, device, way)) for way in ("forward", "backward"))
+    forward, backward = (list(backend.candidates(inputs, device, way)) for way in ("forward", "backward"))
     for number, given in enumerate(forward):
         for back in (backward[0], backward[number % len(backward)]):
             both = dataclasses.replace(given, **sizes), dataclasses.replace(back, **sizes)
@@ -79,18 +77,18 @@ class _OnGpu(LossConformance):
 
 
 class TestXla(_OnGpu):
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = XlaLinearCrossEntropy()
+    backend: ClassVar[Implementation[Any, Any, Any, Any]] = XlaLinearCrossEntropy()
 
-    def configs(self, problem: LossProblem) -> list[Any]:
+    def configs(self, inputs: LossInputs) -> list[Any]:
         return forms_of_xla()
 
 
 class TestTriton(_OnGpu):
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = TritonLinearCrossEntropy()
+    backend: ClassVar[Implementation[Any, Any, Any, Any]] = TritonLinearCrossEntropy()
 
-    def configs(self, problem: LossProblem) -> list[Any]:
+    def configs(self, inputs: LossInputs) -> list[Any]:
         pytest.importorskip("triton")
-        return forms_of(self.backend, problem, block_tokens=24, block_vocab=128)[:3]
+        return forms_of(self.backend, inputs, block_tokens=24, block_vocab=128)[:3]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("float16", "two_dtypes", "no_tokens")])
@@ -98,10 +96,10 @@ def test_hopper(name: str, one_device: None):
     """The cases in bfloat16, with rows of whole 16 bytes."""
     case = served(CASES[name])
     kernel, (args, options) = LinearCrossEntropy(), call_of(case)
-    given, kwargs = kernel.prepare(*args, **options)
+    inputs = kernel.prepare(*args, **options).structs
     cotangents = cotangents_of(args[0], options)
     want = expected(args, options, *cotangents)
-    listed = forms_of(HopperLinearCrossEntropy(), kernel.problem(*given, **kwargs), block_tokens=24, block_vocab=128)
+    listed = forms_of(HopperLinearCrossEntropy(), inputs, block_tokens=24, block_vocab=128)
     if not listed:
         pytest.skip("not on this GPU")
     for cfg in listed[:3]:
@@ -134,12 +132,11 @@ def test_at_real_sizes(case: LinearCrossEntropyCase, one_device: None):
     args, options = call_of(case)
     cotangents = cotangents_of(args[0], options)
     want = expected(args, options, *cotangents)
-    given, kwargs = kernel.prepare(*args, **options)
-    problem = kernel.problem(*given, **kwargs)
+    inputs = kernel.prepare(*args, **options).structs
     kernels = (TritonLinearCrossEntropy(), HopperLinearCrossEntropy())
     # All of a backend in one case: to compile a config takes seconds.
     each = [
-        forms_of(backend, problem, block_tokens=384, block_vocab=4096)[
+        forms_of(backend, inputs, block_tokens=384, block_vocab=4096)[
             : None if str(backend.platform) in case.name else 2
         ]
         for backend in kernels
@@ -164,9 +161,8 @@ def test_more_logits_in_a_block_than_32_bits_count(recompute: bool, one_device: 
     args, options = call_of(case)
     cotangents = cotangents_of(args[0], options)
     kernel = LinearCrossEntropy()
-    given, kwargs = kernel.prepare(*args, **options)
-    problem = kernel.problem(*given, **kwargs)
-    listed = forms_of(TritonLinearCrossEntropy(), problem, block_tokens=case.tokens, block_vocab=case.vocab)
+    inputs = kernel.prepare(*args, **options).structs
+    listed = forms_of(TritonLinearCrossEntropy(), inputs, block_tokens=case.tokens, block_vocab=case.vocab)
     cfg = next(each for each in listed if each.backward.params.recompute == recompute)
     xla = PerDirection(
         Choice("xla", None, XlaLossParams(1024, 1 << 20)),

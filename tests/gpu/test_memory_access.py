@@ -16,7 +16,6 @@ from tilewright.kernels.flash_attention.cuda.backend import CudaBackwardParams, 
 from tilewright.kernels.flash_attention.hopper import backend as pallas_gpu
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.utils.device import current_device
 
@@ -55,10 +54,10 @@ def run(backend: Implementation, inputs: AttentionInputs, forward: Iterable[Any]
 @pytest.mark.parametrize("name", CASES)
 def test_in_bounds(name: str):
     inputs = inputs_of(CASES[name])
-    problem, device = AttentionProblem.of(inputs), current_device()
-    kinds = {config.deterministic: config for config in PALLAS.candidates(problem, device, "backward")[::-1]}
+    structs, device = inputs.structs, current_device()
+    kinds = {config.deterministic: config for config in PALLAS.candidates(structs, device, "backward")[::-1]}
     with mock.patch.object(pallas_gpu, "convert_kernel", wraps=pallas_gpu.convert_kernel) as convert:
-        run(PALLAS, inputs, PALLAS.candidates(problem, device, "forward")[:2], kinds.values())
+        run(PALLAS, inputs, PALLAS.candidates(structs, device, "forward")[:2], kinds.values())
     if name == "converted early":
         assert convert.call_args.args[3] is not None
 
@@ -80,7 +79,7 @@ CUDA_CASES = {
 @pytest.mark.parametrize("name", CUDA_CASES)
 def test_cuda_in_bounds(name: str):
     inputs = inputs_of(CUDA_CASES[name])
-    reasons = CUDA.not_supported_reasons(AttentionProblem.of(inputs), current_device(), "backward")
+    reasons = CUDA.not_supported_reasons(inputs.structs, current_device(), "backward")
     if reasons:
         pytest.skip("; ".join(reasons))
     run(CUDA, inputs, [CudaForwardParams()], [CudaBackwardParams(None, form) for form in (False, True)])

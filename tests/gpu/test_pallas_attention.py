@@ -16,7 +16,6 @@ from tests.kernels.flash_attention.conformance import (
 from tilewright.kernels import kernel
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.op.backend import Implementation
 from tilewright.modules import flash_attention
 from tilewright.ops import default_executor
@@ -65,7 +64,7 @@ EVERY_CONFIG = list(LONG)[:4]
 
 def configs(name: str, inputs: AttentionInputs, direction: Direction) -> list[Any]:
     """Those to be run: the heuristic and, where there are two of them, a config that repeats and one that need not."""
-    found = list(BACKEND.candidates(AttentionProblem.of(inputs), current_device(), direction))
+    found = list(BACKEND.candidates(inputs.structs, current_device(), direction))
     if name in EVERY_CONFIG:
         return found
     kinds = {getattr(params, "deterministic", True): params for params in reversed(found)}

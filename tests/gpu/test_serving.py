@@ -17,7 +17,7 @@ from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.paged_attention.cuda.packed import CudaPackedAttention
 from tilewright.kernels.paged_attention.hopper.latent_backend import HopperLatentParams, PallasGpuPagedAttention
 from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
-from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
+from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
 from tilewright.kernels.paged_attention.ops.page_attention import PageCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
@@ -39,9 +39,9 @@ REAL: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "b
 class TestTritonOnGpu(PagedConformance):
     backend: ClassVar[Implementation] = TritonPagedAttention()
 
-    def params(self, problem: PagedProblem) -> Any:
-        rows = 4 if problem.longest_q > 1 else 1
-        splits = (1, 2, 5)[(problem.head_dim + problem.capacity + problem.page_size) % 3]
+    def params(self, inputs: PagedInputs) -> Any:
+        rows = 4 if inputs.longest_q > 1 else 1
+        splits = (1, 2, 5)[(inputs.head_dim + inputs.capacity + inputs.page_size) % 3]
         return FwdParams(q_blocksize=rows, kv_blocksize=32, num_key_splits=splits, num_warps=4, num_stages=3)
 
 
@@ -66,7 +66,7 @@ def test_latents_of_real_sizes_repeat_bit_for_bit(heads: int, q_length: int) -> 
 
 def check_and_repeat(backend: Any, inputs: PagedInputs, runs: int) -> None:
     """Every candidate, against the oracle and then against itself."""
-    for params in backend.candidates(PagedProblem.of(inputs), current_device(), "forward"):
+    for params in backend.candidates(inputs, current_device(), "forward"):
         run = jax.jit(lambda inputs, params=params: backend.forward(inputs, params))
         first = run(inputs)
         check(first, inputs)
@@ -78,8 +78,8 @@ def check_and_repeat(backend: Any, inputs: PagedInputs, runs: int) -> None:
 class TestXlaOnGpu(PagedConformance):
     backend: ClassVar[Implementation] = XlaPagedAttention()
 
-    def params(self, problem: PagedProblem) -> Any:
-        return FwdParams(q_blocksize=4, kv_blocksize=24, blocksize_heads=2 * problem.heads)
+    def params(self, inputs: PagedInputs) -> Any:
+        return FwdParams(q_blocksize=4, kv_blocksize=24, blocksize_heads=2 * inputs.heads)
 
     @pytest.fixture(autouse=True)
     def exact_products(self) -> Any:
@@ -114,9 +114,9 @@ LARGE = {
 def test_heuristic_on_real_sizes(name: str) -> None:
     op, case = LARGE[name]
     inputs = inputs_of(op, case)
-    backend, problem = TritonPagedAttention(), PagedProblem.of(inputs)
-    assert not backend.forward_reasons(problem, current_device())
-    params = backend.heuristic(problem, current_device(), "forward")
+    backend = TritonPagedAttention()
+    assert not backend.not_supported_reasons(inputs, current_device(), "forward")
+    params = backend.heuristic(inputs, current_device(), "forward")
     got = jax.jit(lambda inputs: backend.forward(inputs, params))(inputs)
     check(got, inputs, case.tolerance_factor)
     for first, second in zip(got, jax.jit(lambda inputs: backend.forward(inputs, params))(inputs), strict=True):
@@ -280,7 +280,7 @@ def test_tokens_of_no_sequence_and_values_that_no_token_sees(backend: Implementa
         page = table[sequence, position // inputs.page_size]
         behind[page, position % inputs.page_size] |= position >= length
     poisoned = jnp.where(jnp.asarray(behind)[..., None, None], jnp.nan, inputs.value)
-    params = backend.heuristic(PagedProblem.of(inputs), current_device(), "forward")
+    params = backend.heuristic(inputs, current_device(), "forward")
     run = jax.jit(lambda inputs: backend.forward(inputs, params))
     out, _ = got = run(dataclasses.replace(inputs, value=poisoned))
     check(got, inputs)
@@ -289,7 +289,7 @@ def test_tokens_of_no_sequence_and_values_that_no_token_sees(backend: Implementa
 
 
 def run_on_hostile_tables(backend: Any, inputs: PagedInputs) -> None:
-    params = backend.heuristic(PagedProblem.of(inputs), current_device(), "forward")
+    params = backend.heuristic(inputs, current_device(), "forward")
     run = jax.jit(lambda inputs: backend.forward(inputs, params))
     wild = np.array([-1, -(2**31), inputs.key.shape[0], 2**31 - 1, 0])
     draw = np.random.default_rng(0)

@@ -28,7 +28,6 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.cuda.backend import CudaFlashAttention
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.triton.backend import TritonFlashAttention
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.op.backend import Implementation
@@ -55,13 +54,13 @@ class TestTriton(Conformance):
 @pytest.mark.parametrize("name", REAL)
 def test_at_real_lengths(name: str):
     def configs(inputs: AttentionInputs, direction: Direction) -> list[Any]:
-        return BACKEND.candidates(AttentionProblem.of(inputs), current_device(), direction)[:1]
+        return BACKEND.candidates(inputs.structs, current_device(), direction)[:1]
 
     check_at_real_lengths(BACKEND, REAL[name], configs)
 
 
 def candidates(case: AttentionCase, direction: Direction) -> list[Any]:
-    return BACKEND.candidates(AttentionProblem.of(inputs_of(case)), current_device(), direction)
+    return BACKEND.candidates(inputs_of(case).structs, current_device(), direction)
 
 
 TILED = {
@@ -88,15 +87,15 @@ def test_candidates(name: str, index: int):
 @pytest.mark.parametrize("name", ["causal", "grouped", "window"])
 def test_pairs_with_every_backend(name: str, other: Implementation):
     inputs = inputs_of(dataclasses.replace(REAL[name], q_length=300))
-    problem, device = AttentionProblem.of(inputs, lse_wanted=True), current_device()
+    structs, device = inputs.replace(return_lse=True).structs, current_device()
     directions: tuple[Direction, ...] = ("forward", "backward")
     for direction in directions:
-        if why := other.not_supported_reasons(problem, device, direction):
+        if why := other.not_supported_reasons(structs, device, direction):
             pytest.skip("; ".join(why))
     d_out, d_lse = cotangents(inputs)
     exact, low = oracles(inputs, d_out, d_lse)
     for first, second in ((BACKEND, other), (other, BACKEND)):
-        params = [each.heuristic(problem, device, way) for each, way in zip((first, second), directions, strict=True)]
+        params = [each.heuristic(structs, device, way) for each, way in zip((first, second), directions, strict=True)]
         results = jax.jit(lambda inputs, first=first, p=params[0]: first.forward(inputs, p))(inputs)
         run = jax.jit(lambda inputs, results, d, second=second, p=params[1]: second.backward(inputs, results, d, p))
         gradients = run(inputs, results, (d_out, d_lse))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.every_op.matrix import call_of, choices, every_op
-from tilewright.kernels.op.portfolio import PerDirection
+from tilewright.kernels.op.choice import PerDirection
 from tilewright.modules import flash_attention
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

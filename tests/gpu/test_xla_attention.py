@@ -10,9 +10,10 @@ import pytest
 
 import tilewright
 from tests.kernels.flash_attention.conformance import Conformance
-from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
-from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.modules import FlashAttention, base, flash_attention
 from tilewright.ops import (
     ConfigSelectorChain,
@@ -39,7 +40,7 @@ def exact_products() -> Iterator[None]:
 class TestXlaOnGpu(Conformance):
     backend: ClassVar[Implementation] = XlaFlashAttention()
 
-    def params(self, problem: AttentionProblem, direction: Direction) -> FwdParams | BwdParams:
+    def params(self, inputs: AttentionInputs, direction: Direction) -> FwdParams | BwdParams:
         kind = FwdParams if direction == "forward" else BwdParams
         return kind(q_blocksize=16, kv_blocksize=32)
 

@@ -206,9 +206,9 @@ def test_by_triton():
     cfg = FwdParams(q_blocksize=4, kv_blocksize=16, num_key_splits=1, num_warps=4, num_stages=2)
     options = {"k_scale": None, "v_scale": 2.0, "platform": None, **case.options}
     op = jax_serving._RAGGED_PAGED_ATTENTION
-    args, kwargs = op.prepare(*case.arrays(), **options)
+    inputs = op.prepare(*case.arrays(), **options)
     with interpret_triton():
-        out, _ = jax.jit(lambda inputs: TritonPagedAttention().forward(inputs, cfg))(op.inputs(*args, **kwargs))
+        out, _ = jax.jit(lambda inputs: TritonPagedAttention().forward(inputs, cfg))(inputs)
     check(out[..., case.head_dim :], case, 2 * expected(case))
 
 

@@ -15,8 +15,7 @@ from tests.kernels.test_portfolio import Double, Plain
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.op.backend import Platform
-from tilewright.kernels.op.portfolio import Choice
+from tilewright.kernels.op.choice import Choice, Platform
 from tilewright.ops import ConfigCache, ConfigSelectorChain, Executor, Invocation, PersistentCache, overlay_cache
 from tilewright.ops.config import persistent
 from tilewright.ops.kernel.prepared import prepared

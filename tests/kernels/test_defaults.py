@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tilewright.kernels.op.backend import Implementation, Platform
-from tilewright.kernels.op.portfolio import PortfolioKernel, lazy
+from tilewright.kernels.op.backend import Implementation, lazy
+from tilewright.kernels.op.choice import Platform
+from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.roofline import Cost
 from tilewright.kernels.op.sharding import leading_partitioning, typed_axes
 from tilewright.ops import BwdParams, FwdParams, Invocation

@@ -20,8 +20,8 @@ from tilewright.kernels.flash_attention.hopper.params import (
 )
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.hopper.limits import SHARED_BYTES
+from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.footprint import Footprint, block_limits, busy_share, launch_reasons, max_vmem_bytes
-from tilewright.kernels.op.portfolio import Choice
 from tilewright.ops import ConfigSelectorChain, Invocation
 from tilewright.ops.tuning.candidate_search import PLAUSIBLE
 from tilewright.ops.tuning.tuning import Autotuner

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import pytest
 
 import tilewright
-from tests.kernels.test_portfolio import Double, Plain
+from tests.kernels.test_portfolio import Double, Doubling, Plain
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import kernel
 from tilewright.kernels.flash_attention.cuda.backend import CudaBackwardParams
 from tilewright.kernels.flash_attention.cudnn.backend import CudnnBackwardParams, CudnnFlashAttention
 from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams
 from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams
-from tilewright.kernels.op.portfolio import Choice
+from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.xla_flags import flag, wants_repeatable
 from tilewright.ops import ConfigSelectorChain, Invocation
 from tilewright.ops.config.selection import default_chain
@@ -84,7 +84,7 @@ def test_a_cached_config_that_does_not_repeat(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_params_that_say_nothing_repeat():
-    of = {each.algorithm or str(each.platform): each for each in kernel("flash_attention").loaded()}
+    of = {each.algorithm or str(each.platform): each for each in kernel("flash_attention").backends.usable}
     assert of["xla"].repeats(object())
     assert not of["cuda"].repeats(CudaBackwardParams())
     assert of["cuda"].repeats(CudaBackwardParams(None, True))
@@ -111,7 +111,7 @@ class Never(Plain):
 
 def test_the_first_candidate_that_repeats(monkeypatch: pytest.MonkeyPatch):
     op = Double(f"{__name__}:Varying")
-    inv = Invocation(op, (jnp.ones(5), None), {"platform": None})
+    inv = Invocation(op, (Doubling(jnp.ones(5)),))
     assert op.heuristic_cfg(inv).params.q_blocksize == 8
     monkeypatch.setenv("XLA_FLAGS", FLAG)
     assert op.heuristic_cfg(inv).params.q_blocksize == 16
@@ -120,7 +120,7 @@ def test_the_first_candidate_that_repeats(monkeypatch: pytest.MonkeyPatch):
 
 def test_an_op_without_one_says_so(monkeypatch: pytest.MonkeyPatch):
     op = Double(f"{__name__}:Never")
-    inv = Invocation(op, (jnp.ones(5), None), {"platform": None})
+    inv = Invocation(op, (Doubling(jnp.ones(5)),))
     assert op.heuristic_cfg(inv)
     monkeypatch.setenv("XLA_FLAGS", FLAG)
     with pytest.raises(UnsupportedError, match="none of its configs gives the same bits in every run"):

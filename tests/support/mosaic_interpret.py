@@ -35,6 +35,7 @@ from jax._src.state import types as state_types
 
 from tests.support import interpreted_panels
 from tests.support.unoptimised import unoptimised
+from tilewright.kernels.op.portfolio import Portfolio
 from tilewright.ops.utils.target import traced_as
 
 __all__ = ["KernelError", "interpret_mosaic"]
@@ -92,6 +93,9 @@ _failures: list[Exception] = []
 
 def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield from interpreted_panels.patches()
+    # The interpreter's callbacks are effects, which the declared results of a call do not have: a call is traced with
+    # its kernel here.
+    yield Portfolio, "types_cfg", lambda kernel: None
     # Each thread that a failure reaches would log the whole of it.
     yield callback.logger, "disabled", True
     yield callback, "api", _API

@@ -17,7 +17,8 @@ from jax.typing import ArrayLike
 
 from tilewright.kernels.op.arguments import PlatformLike, as_array, number, platforms
 from tilewright.kernels.paged_attention import arguments
-from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
+from tilewright.kernels.paged_attention.inputs import PagedInputs
+from tilewright.kernels.paged_attention.op import PagedAttentionKernel
 
 __all__ = ["DEFAULT_MASK_VALUE", "PagedAttention", "RaggedPagedAttention", "paged_attention", "ragged_paged_attention"]
 
@@ -54,8 +55,8 @@ class RaggedPagedAttention(PagedAttentionKernel):
         k_scale: float | None,
         v_scale: float | None,
         platform: Any,
-    ) -> Call:
-        """The core's problem of a call that `ragged_paged_attention` has checked, traced."""
+    ) -> PagedInputs:
+        """The core's inputs of a call that `ragged_paged_attention` has checked, traced."""
         pages, page_size, combined, head_dim = kv_pages.shape
         # In two steps: where the heads are split over devices, so is what the first one leaves of them.
         halves = kv_pages.reshape(pages, page_size, combined // 2, 2, head_dim)
@@ -225,8 +226,8 @@ class PagedAttention(PagedAttentionKernel):
         *,
         soft_cap: float | None,
         platform: Any,
-    ) -> Call:
-        """The core's problem of a call that `paged_attention` has checked, traced."""
+    ) -> PagedInputs:
+        """The core's inputs of a call that `paged_attention` has checked, traced."""
         kv_heads, num_pages, page_size, head_dim = k_pages.shape
         sequences = q.shape[0] * kv_heads
         there = (page_indices >= 0) & (page_indices < num_pages)

@@ -62,7 +62,7 @@ def registered(name: str, where: str) -> Iterator[None]:
 
 
 @functools.cache
-def kernel(name: str) -> "Portfolio[Any, Any, Any]":
+def kernel(name: str) -> "Portfolio[Any, Any]":
     """The kernel of an op.
 
     Raises:
@@ -101,4 +101,4 @@ def load_classes(name: str) -> None:
 
     for op in sorted(OPS, key=lambda op: op not in name):
         if loaded_class(name) is None:
-            kernel(op).loaded()
+            list(kernel(op).backends)

@@ -4,7 +4,7 @@ import warnings
 from typing import Any, Literal
 
 from tilewright.kernels import kernel
-from tilewright.kernels.op.backend import Backend, KernelConfig, Platform
+from tilewright.kernels.op.choice import Backend, KernelConfig, Platform
 from tilewright.kernels.op.portfolio import Portfolio
 from tilewright.ops import (
     AutotunePolicy,
@@ -50,9 +50,9 @@ def detect_platform(
     return next((each for each in order if each in available), Platform.XLA)
 
 
-def _available(op: Portfolio[Any, Any, Any]) -> set[Platform]:
+def _available(op: Portfolio[Any, Any]) -> set[Platform]:
     """The platforms of an op's implementations that can be loaded here."""
-    return {each.platform for each in op.loaded()}
+    return {each.platform for each in op.backends.usable}
 
 
 def create_default_executor(

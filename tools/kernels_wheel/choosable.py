@@ -8,8 +8,7 @@ from tilewright.kernels import cuda_tables
 from tilewright.kernels.cuda import Group, VariantTable
 from tilewright.kernels.cuda.devices import architecture, device_values
 from tilewright.kernels.flash_attention.cuda import selection
-from tilewright.kernels.op.backend import Platform
-from tilewright.kernels.op.portfolio import Choice
+from tilewright.kernels.op.choice import Choice, Platform
 from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
 from tilewright.ops.config.results import AutotuningResult
 from tilewright.ops.types import Device

@@ -1,6 +1,5 @@
 """Transfers of a ring: issued before the kernels that they run beside, and never more memory for more devices."""
 
-import functools
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import tilewright
 from tests.kernels.context_parallel.calls import mesh_of
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
 
 ROWS = P(None, "s")
@@ -63,18 +63,17 @@ def test_forward_kernels_beside_a_hop_are_told_of_it(
     flags: str, told: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first step's, and not the last one's; none if copies need no SMs."""
-    seen, inputs = [], FlashAttention.inputs
+    seen, bind = [], FlashAttention.bind
 
-    @functools.wraps(inputs)  # the names of the arguments are read from it, once
-    def recorded(self: FlashAttention, *args: Any, **kwargs: Any) -> Any:
-        seen.append(kwargs.get("beside_transfer", False))
-        return inputs(self, *args, **kwargs)
+    def recorded(self: FlashAttention, args: Any, kwargs: Any) -> Any:
+        seen.extend(each.beside_transfer for each in args if isinstance(each, AttentionInputs))
+        return bind(self, args, kwargs)
 
     run = jax.shard_map(
         lambda x: tilewright.context_parallel_attention(x, x, x, axis_name="s", causal=True, strategy="ring"),
         mesh=mesh_of(2), in_specs=ROWS, out_specs=ROWS,
     )  # fmt: skip
-    monkeypatch.setattr(FlashAttention, "inputs", recorded)
+    monkeypatch.setattr(FlashAttention, "bind", recorded)
     monkeypatch.setenv("XLA_FLAGS", flags)
     jax.make_jaxpr(run)(jax.ShapeDtypeStruct((1, 24, 8, 16), jnp.float32))
     assert list(dict.fromkeys(seen)) == told

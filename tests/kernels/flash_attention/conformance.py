@@ -17,7 +17,6 @@ from tests.support.suites import covered, crossed, sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.reference import attention_reference, reference_gradients
 from tilewright.kernels.masks import CausalMask, LengthMask, Mask, WindowMask
 from tilewright.kernels.op.backend import Implementation
@@ -88,7 +87,7 @@ class ConformanceCase:
     case: AttentionCase
     mask_object: bool
 
-    def prepared(self, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def prepared(self, seed: int) -> AttentionInputs:
         arrays, kwargs = self.case.arguments(seed)
         if self.mask_object:
             kwargs["mask"] = example_mask(self.case.score_shape)
@@ -244,8 +243,7 @@ def check_kinds(gradients: Mapping[str, Any], inputs: AttentionInputs) -> None:
 def inputs_of(case: AttentionCase, seed: int = 0) -> AttentionInputs:
     """What a backend gets of a case."""
     arrays, kwargs = case.arguments(seed)
-    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
-    return FlashAttention().inputs(*args, **kwargs)
+    return FlashAttention().prepare(*arrays, **kwargs)
 
 
 def cotangents(inputs: AttentionInputs, seed: int = 1) -> tuple[jax.Array, jax.Array]:
@@ -295,25 +293,24 @@ class Conformance(abc.ABC):
         if "conformance_case" in metafunc.fixturenames:
             metafunc.parametrize("conformance_case", self.cases, ids=describe)
 
-    def params(self, problem: AttentionProblem, direction: Direction) -> Any:
+    def params(self, inputs: AttentionInputs, direction: Direction) -> Any:
         """What to run with: something that makes several tiles of a few dozen positions."""
-        return self.backend.heuristic(problem, current_device(), direction)
+        return self.backend.heuristic(inputs, current_device(), direction)
 
-    def supported(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionProblem:
-        """The problem of a prepared call; skips the test if the backend says that it cannot serve it."""
-        problem = FlashAttention().problem(*args, **kwargs)
+    def supported(self, inputs: AttentionInputs) -> AttentionInputs:
+        """The inputs; skips the test if the backend says that it cannot serve them."""
         for direction in ("forward", "backward"):
-            reasons = self.backend.not_supported_reasons(problem, current_device(), direction)
+            reasons = self.backend.not_supported_reasons(inputs.structs, current_device(), direction)
             if reasons:
                 pytest.skip("; ".join(reasons))
-        return problem
+        return inputs
 
-    def forward(self, inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Any, Any]:
-        params = self.params(problem, "forward")
+    def forward(self, inputs: AttentionInputs) -> tuple[Any, Any]:
+        params = self.params(inputs.structs, "forward")
         return jax.jit(lambda inputs: self.backend.forward(inputs, params))(inputs)
 
-    def backward(self, inputs: AttentionInputs, results: Any, cotangents: Any, problem: AttentionProblem) -> Any:
-        params = self.params(problem, "backward")
+    def backward(self, inputs: AttentionInputs, results: Any, cotangents: Any) -> Any:
+        params = self.params(inputs.structs, "backward")
         run = jax.jit(lambda inputs, results, cotangents: self.backend.backward(inputs, results, cotangents, params))
         return run(inputs, results, cotangents)
 
@@ -323,36 +320,31 @@ class Conformance(abc.ABC):
         exact, low = oracles(inputs, d_out, d_lse)
         judge(got.arrays, exact.arrays, low.arrays, factor)
 
-    def run_and_check(self, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float = 2.0) -> Judged:
-        problem = self.supported(args, kwargs)
-        inputs = FlashAttention().inputs(*args, **kwargs)
+    def run_and_check(self, inputs: AttentionInputs, factor: float = 2.0) -> Judged:
+        self.supported(inputs)
         d_out, d_lse = cotangents(inputs)
-        out, lse = self.forward(inputs, problem)
+        out, lse = self.forward(inputs)
         assert (out.dtype, lse.dtype) == (inputs.query.dtype, jnp.float32)
-        gradients = self.backward(inputs, (out, lse), (d_out, d_lse), problem)
+        gradients = self.backward(inputs, (out, lse), (d_out, d_lse))
         got = Judged({"out": out, "lse": lse}, gradients)
         self.check(got, inputs, d_out, d_lse, factor)
         return got
 
     def test_pairwise(self, conformance_case: ConformanceCase):
-        args, kwargs = conformance_case.prepared(seed=0)
-        self.run_and_check(args, kwargs, conformance_case.case.tolerance_factor)
+        self.run_and_check(conformance_case.prepared(seed=0), conformance_case.case.tolerance_factor)
 
     @pytest.mark.parametrize("name", sampled(POSITION_BIASES, test=["alibi", "relative, cap"], quick=["alibi"]))
     def test_position_bias(self, name: str):
         case = POSITION_BIASES[name]
-        arrays, kwargs = case.arguments()
-        args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
-        self.run_and_check(args, kwargs, case.tolerance_factor)
+        self.run_and_check(inputs_of(case), case.tolerance_factor)
 
     @pytest.mark.slow
     def test_without_d_lse(self):
-        arrays, kwargs = AttentionCase("", batch=2, q_length=40, heads=2, head_dim=16, causal=True).arguments()
-        args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
-        problem, inputs = self.supported(args, kwargs), FlashAttention().inputs(*args, **kwargs)
+        case = AttentionCase("", batch=2, q_length=40, heads=2, head_dim=16, causal=True)
+        inputs = self.supported(inputs_of(case))
         d_out, d_lse = cotangents(inputs)
-        results = self.forward(inputs, problem)
-        gradients = self.backward(inputs, results, (d_out, None), problem)
+        results = self.forward(inputs)
+        gradients = self.backward(inputs, results, (d_out, None))
         got = Judged({"out": results[0], "lse": results[1]}, gradients)
         self.check(got, inputs, d_out, jnp.zeros_like(d_lse), 2.0)
 
@@ -362,8 +354,7 @@ class Conformance(abc.ABC):
         arrays, kwargs = case.arguments()
         hidden = np.ones((2, 1, 40, 40), bool)
         hidden[0, :, 3] = hidden[0, :, 17:35] = hidden[1] = False
-        args, kwargs = FlashAttention().prepare(*arrays, mask=hidden, **kwargs)
-        got = self.run_and_check(args, kwargs)
+        got = self.run_and_check(FlashAttention().prepare(*arrays, mask=hidden, **kwargs))
         assert not np.any(np.asarray(got.results["out"])[1])
         assert not np.any(np.asarray(got.gradients["query"])[1])
         assert not np.any(np.asarray(got.gradients["value"])[1])
@@ -376,11 +367,10 @@ class Conformance(abc.ABC):
         case = AttentionCase("", batch=1, q_length=40, heads=2, head_dim=16, dtype=dtype, causal=True)
         arrays, kwargs = case.arguments()
         bias = jnp.full((2, 1, 1), offset, jnp.float32)
-        args, kwargs = FlashAttention().prepare(*arrays, bias=bias, **kwargs)
-        problem, inputs = self.supported(args, kwargs), FlashAttention().inputs(*args, **kwargs)
+        inputs = self.supported(FlashAttention().prepare(*arrays, bias=bias, **kwargs))
         d_out, d_lse = cotangents(inputs)
-        out, lse = self.forward(inputs, problem)
-        gradients = self.backward(inputs, (out, lse), (d_out, d_lse), problem)
+        out, lse = self.forward(inputs)
+        gradients = self.backward(inputs, (out, lse), (d_out, d_lse))
         exact, low = (judged.arrays for judged in oracles(inputs, d_out, d_lse))
         ours = {"out": out, "lse": lse, **gradients}
         # A float32 logit or log-sum-exp of this size is off by up to half a unit in the last place, and exp makes of
@@ -396,16 +386,14 @@ class Conformance(abc.ABC):
     def test_large_mask_offsets(self, offset: int):
         arrays, kwargs = AttentionCase("", batch=1, q_length=40, kv_length=70, heads=2, head_dim=16).arguments()
         mask = CausalMask(offset) & WindowMask(50, 3, offset)
-        args, kwargs = FlashAttention().prepare(*arrays, mask=mask, **kwargs)
-        self.run_and_check(args, kwargs)
+        self.run_and_check(FlashAttention().prepare(*arrays, mask=mask, **kwargs))
 
     @pytest.mark.slow
     def test_bias_of_minus_infinity_masks(self):
         arrays, kwargs = AttentionCase("", batch=1, q_length=40, heads=2, head_dim=16).arguments()
         bias = np.zeros((40, 40), np.float32)
         bias[:, 30:] = bias[5] = -np.inf
-        args, kwargs = FlashAttention().prepare(*arrays, bias=bias, **kwargs)
-        self.run_and_check(args, kwargs)
+        self.run_and_check(FlashAttention().prepare(*arrays, bias=bias, **kwargs))
 
     @pytest.mark.parametrize(
         ("lowest", "dtype"), crossed([float(jnp.finfo(jnp.bfloat16).min), -1e10], ["bfloat16", "float32"])
@@ -425,11 +413,10 @@ class Conformance(abc.ABC):
         bias[33, 10:20] = bias[44, 30:] = -np.inf
         bias[40, :7] = bias[41, 7:] = bias[50:60, :35] = lowest
         bias = jnp.asarray(bias, dtype)
-        args, kwargs = FlashAttention().prepare(*arrays, bias=bias, **kwargs)
-        problem, inputs = self.supported(args, kwargs), FlashAttention().inputs(*args, **kwargs)
+        inputs = self.supported(FlashAttention().prepare(*arrays, bias=bias, **kwargs))
         d_out, d_lse = cotangents(inputs)
-        out, lse = self.forward(inputs, problem)
-        gradients = self.backward(inputs, (out, lse), (d_out, d_lse), problem)
+        out, lse = self.forward(inputs)
+        gradients = self.backward(inputs, (out, lse), (d_out, d_lse))
         shown = d_out * ~hidden[:, None, None], d_lse * ~hidden
         exact, low = (judged.arrays for judged in oracles(inputs, *shown))
         assert np.array_equal(np.asarray(lse)[..., hidden], np.full((1, 2, 4), bias[0, 0], np.float32))
@@ -442,20 +429,17 @@ class Conformance(abc.ABC):
     @pytest.mark.slow
     def test_batch_of_none(self):
         arrays = [jnp.zeros((0, 8, 2, 16))] * 3
-        args, kwargs = FlashAttention().prepare(*arrays, causal=True)
-        got = self.run_and_check(args, kwargs)
+        got = self.run_and_check(FlashAttention().prepare(*arrays, causal=True))
         assert got.results["out"].shape == (0, 8, 2, 16)
 
     @pytest.mark.slow
     def test_forward_of_another_backend(self):
         """The residuals are (out, lse) and nothing else: the oracle's serve as well as the backend's own."""
         case = AttentionCase("", batch=2, q_length=40, kv_length=70, heads=4, kv_heads=2, head_dim=16, causal=True)
-        arrays, kwargs = dataclasses.replace(case, sinks=1, dropout_prob=0.2).arguments()
-        args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
-        problem, inputs = self.supported(args, kwargs), FlashAttention().inputs(*args, **kwargs)
+        inputs = self.supported(inputs_of(dataclasses.replace(case, sinks=1, dropout_prob=0.2)))
         d_out, d_lse = cotangents(inputs)
         results = oracle(inputs, d_out, d_lse).results
-        gradients = self.backward(inputs, (results["out"], results["lse"]), (d_out, d_lse), problem)
+        gradients = self.backward(inputs, (results["out"], results["lse"]), (d_out, d_lse))
         self.check(Judged(results, gradients), inputs, d_out, d_lse, 2.0)
 
     @pytest.mark.full
@@ -463,9 +447,8 @@ class Conformance(abc.ABC):
         if not self.deterministic:
             pytest.skip("the backend says that it is not")
         case = AttentionCase("", batch=2, q_length=70, heads=4, kv_heads=2, head_dim=16, bias="hqk", dtype="bfloat16")
-        args, kwargs = FlashAttention().prepare(*case.arguments()[0], **case.arguments()[1])
-        problem, inputs = self.supported(args, kwargs), FlashAttention().inputs(*args, **kwargs)
-        forward, backward = self.params(problem, "forward"), self.params(problem, "backward")
+        inputs = self.supported(inputs_of(case))
+        forward, backward = (self.params(inputs.structs, direction) for direction in ("forward", "backward"))
 
         @jax.jit
         def run(inputs, cotangents):

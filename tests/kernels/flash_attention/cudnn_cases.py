@@ -1,6 +1,5 @@
 """Calls that cuDNN serves, and what its residuals must be good for; run where it is emulated, and where it is."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from tests.kernels.flash_attention.conformance import (
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.cudnn.backend import CudnnFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.types import Device
 
@@ -66,7 +64,7 @@ def inputs_for(case: AttentionCase, seed: int = 0) -> AttentionInputs:
     inputs = inputs_of(case, seed)
     if inputs.bias is None:
         return inputs
-    return dataclasses.replace(inputs, bias=inputs.bias.astype(inputs.query.dtype))
+    return inputs.replace(bias=inputs.bias.astype(inputs.query.dtype))
 
 
 def check_residuals(
@@ -77,14 +75,14 @@ def check_residuals(
     factor: float = 2.0,
 ) -> None:
     """Forward and backward, each also with other backends' halves, against the oracle, with a gradient to lse."""
-    problem = AttentionProblem.of(inputs, lse_wanted=True)
+    structs = inputs.structs.replace(return_lse=True)
 
     def forward(backend: Implementation) -> Any:
-        params = backend.heuristic(problem, device, "forward")
+        params = backend.heuristic(structs, device, "forward")
         return jax.jit(lambda inputs: backend.forward(inputs, params))(inputs)
 
     def backward(backend: Implementation, results: Any) -> Any:
-        params = backend.heuristic(problem, device, "backward")
+        params = backend.heuristic(structs, device, "backward")
         run = jax.jit(lambda inputs, results, cotangents: backend.backward(inputs, results, cotangents, params))
         return run(inputs, results, (d_out, d_lse))
 

@@ -9,7 +9,7 @@ import pytest
 from tests.kernels.flash_attention.conformance import Conformance, chosen, run_and_judge
 from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
-from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.triton.backend import TritonFlashAttention
 from tilewright.kernels.flash_attention.triton.params import Tiles, TritonBackwardParams, TritonForwardParams
 from tilewright.kernels.op.backend import Implementation
@@ -36,7 +36,7 @@ class TestConformance(Conformance):
     backend: ClassVar[Implementation] = BACKEND
     cases = chosen(quick=2)
 
-    def params(self, problem: AttentionProblem, direction: Direction) -> Any:
+    def params(self, inputs: AttentionInputs, direction: Direction) -> Any:
         return FORWARD if direction == "forward" else BACKWARD
 
 

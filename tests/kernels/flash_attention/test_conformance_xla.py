@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.kernels.flash_attention.conformance import CASES, Conformance, chosen, describe
-from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.types import Direction
@@ -21,15 +20,14 @@ class TestXla(Conformance):
     backend: ClassVar[Implementation] = XlaFlashAttention()
     cases = chosen(quick=3)
 
-    def params(self, problem: AttentionProblem, direction: Direction) -> FwdParams | BwdParams:
+    def params(self, inputs: AttentionInputs, direction: Direction) -> FwdParams | BwdParams:
         kind = FwdParams if direction == "forward" else BwdParams
-        q_block, kv_block = TILES[problem.head_dim]
+        q_block, kv_block = TILES[inputs.head_dim]
         return kind(q_blocksize=q_block, kv_blocksize=kv_block)
 
 
 @pytest.mark.parametrize("conformance_case", CASES, ids=describe)
 def test_supports_every_case(conformance_case: Any):
-    args, kwargs = conformance_case.prepared(seed=0)
-    problem = FlashAttention().problem(*args, **kwargs)
+    inputs = conformance_case.prepared(seed=0).structs
     for direction in ("forward", "backward"):
-        assert not XlaFlashAttention().not_supported_reasons(problem, current_device(), direction)
+        assert not XlaFlashAttention().not_supported_reasons(inputs, current_device(), direction)

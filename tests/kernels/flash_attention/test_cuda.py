@@ -1,7 +1,6 @@
 """Attention in CUDA C++ as far as a CPU can prove it: compiled, loaded, asked for its facts, selected and lowered."""
 
 import collections
-import dataclasses
 import itertools
 import re
 from typing import Any
@@ -25,10 +24,10 @@ from tilewright.kernels.cuda.table import VariantTable
 from tilewright.kernels.flash_attention.cuda import selection
 from tilewright.kernels.flash_attention.cuda.backend import CudaBackwardParams, CudaFlashAttention, CudaForwardParams
 from tilewright.kernels.flash_attention.cuda.cutlass_variants import BACKWARD, FIELDS, FORWARD
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.masks import CausalMask
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.serialize import from_json, to_json
@@ -40,10 +39,9 @@ MISSING = toolchain.missing(80, FORWARD.packages) + toolchain.missing(90, FORWAR
 needs_nvcc = conftest.needs_nvcc(MISSING)
 
 
-def problem_of(dtype: Any = jnp.bfloat16, head_dim: int = 64, length: int = 128, **kwargs: Any) -> AttentionProblem:
+def call_of(dtype: Any = jnp.bfloat16, head_dim: int = 64, length: int = 128, **kwargs: Any) -> AttentionInputs:
     arrays = [jax.ShapeDtypeStruct((2, length, heads, head_dim), dtype) for heads in (4, 2, 2)]
-    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
-    return FlashAttention().problem(*args, **kwargs)
+    return FlashAttention().prepare(*arrays, **kwargs)
 
 
 @pytest.fixture
@@ -88,7 +86,7 @@ def test_a_kernel_with_one_stage_waits_as_often_as_its_source_says(real_cache: B
 
 @needs_nvcc
 def test_workspaces(in_real_cache: BuildCache):
-    fields = selection.problem_fields(problem_of(head_dim=32, length=100), False)
+    fields = selection.problem_fields(call_of(head_dim=32, length=100), False)
     kernel = selection.kernels("forward")[-1]
     sizes = [
         kernel.workspace(variant, {**fields, "value_dim": 200}, H100)
@@ -101,7 +99,7 @@ def test_workspaces(in_real_cache: BuildCache):
 @needs_nvcc
 @pytest.mark.full
 def test_workspaces_of_the_backward_pass(in_real_cache: BuildCache):
-    fields = selection.problem_fields(problem_of(head_dim=32, length=100), False)
+    fields = selection.problem_fields(call_of(head_dim=32, length=100), False)
     (variant,) = BACKWARD.in_group("bf16_aligned_k32_dropout")
     kernel = selection.kernels("backward")[-1]
     fields = {**fields, "dropout": 1}
@@ -188,8 +186,7 @@ def test_on_explicit_axes():
 
 def residuals(*arrays: Any) -> tuple[Any, Any, Any]:
     """Inputs with dropout, results and cotangents."""
-    args, kwargs = FlashAttention().prepare(*arrays, causal=True, dropout_prob=0.1, dropout_seed=3)
-    inputs = FlashAttention().inputs(*args, **kwargs)
+    inputs = FlashAttention().prepare(*arrays, causal=True, dropout_prob=0.1, dropout_seed=3)
     out = arrays[0] * 2
     return inputs, (out, jnp.zeros((2, 4, 128), jnp.float32)), (out, None)
 
@@ -212,12 +209,12 @@ def test_a_mapped_axis_becomes_a_part_of_the_batch():
 
 
 def test_reasons():
-    assert "compute capability" in BACKEND.not_supported_reasons(problem_of(), Device("cpu", "cpu"), "forward")[0]
+    assert "compute capability" in BACKEND.not_supported_reasons(call_of(), Device("cpu", "cpu"), "forward")[0]
     kepler = Device("gpu", "NVIDIA K80", (3, 7), 13)
-    assert BACKEND.not_supported_reasons(problem_of(), kepler, "forward")[-1].endswith("for compute capability 3.7")
-    odd = dataclasses.replace(problem_of(), dtype=np.dtype(np.float64))
-    assert "got problem.dtype=dtype('float64')" in BACKEND.not_supported_reasons(odd, H100, "forward")[0]
-    long = dataclasses.replace(problem_of(), q_length=1 << 30)
+    assert BACKEND.not_supported_reasons(call_of(), kepler, "forward")[-1].endswith("for compute capability 3.7")
+    odd = call_of(np.float64)
+    assert "got inputs.dtype=dtype('float64')" in BACKEND.not_supported_reasons(odd, H100, "forward")[0]
+    long = call_of(length=1 << 30)
     assert "32 bits" in BACKEND.not_supported_reasons(long, H100, "backward")[0]
 
 
@@ -226,7 +223,7 @@ def test_without_a_compiler_it_says_so_and_the_call_goes_elsewhere(monkeypatch: 
     monkeypatch.setattr(toolchain, "missing", lambda *_: ["there is no nvcc"])
     for device in (A100, H100):  # and nothing about tables that are for other dtypes
         for dtype in (jnp.float16, jnp.float32):
-            assert BACKEND.not_supported_reasons(problem_of(dtype), device, "forward") == ["there is no nvcc"]
+            assert BACKEND.not_supported_reasons(call_of(dtype), device, "forward") == ["there is no nvcc"]
     x = [jnp.zeros((1, 16, 2, 16), jnp.float32)] * 3
     assert "stablehlo.custom_call @tilewright" not in lowered(flash_attention, *x)
     with pytest.raises(UnsupportedError, match="there is no nvcc"):
@@ -240,14 +237,13 @@ def test_it_declares_every_case_of_the_conformance_suite(
 ):
     monkeypatch.setattr(toolchain, "missing", lambda *_: [])
     for case in CASES[::4]:
-        args, kwargs = case.prepared(seed=0)
-        problem = FlashAttention().problem(*args, **kwargs)
-        assert BACKEND.not_supported_reasons(problem, device, direction) == []
-        if 0 not in problem.score_shape:
-            found = BACKEND.candidates(problem, device, direction)
+        inputs = case.prepared(seed=0).structs
+        assert BACKEND.not_supported_reasons(inputs, device, direction) == []
+        if 0 not in inputs.score_shape:
+            found = BACKEND.candidates(inputs, device, direction)
             assert len(found) == len(set(found)) >= 2
             for params in found:
-                assert BACKEND.config_reasons(problem, device, direction, params) == []
+                assert BACKEND.config_reasons(inputs, device, direction, params) == []
                 choice = Choice("cuda", None, params)
                 assert from_json(to_json(choice), Choice) == choice
 
@@ -257,26 +253,26 @@ def test_what_drops_is_for_calls_that_drop(direction: Direction, monkeypatch: py
     """It reads the keys of a generator, which other calls do not have: on a GPU an illegal address."""
     monkeypatch.setattr(toolchain, "missing", lambda *_: [])
     for drops in (False, True):
-        problem = problem_of(**({"dropout_prob": 0.5, "dropout_seed": 1} if drops else {}))
-        params = BACKEND.candidates(problem, H100, direction)
+        inputs = call_of(**({"dropout_prob": 0.5, "dropout_seed": 1} if drops else {}))
+        params = BACKEND.candidates(inputs, H100, direction)
         ampere = [each.variant for each in params if each.variant is not None and "ampere" in each.variant]
         assert ampere
         assert all(("_dropout_" in name) == drops for name in ampere)
         assert len(params) < 20
-        fields = selection.problem_fields(problem, False)
+        fields = selection.problem_fields(inputs, False)
         for kernel, variant, each in selection.each_variant(direction, fields, 2):
             if "ampere" in variant.name and ("_dropout_" in variant.name) != drops:
                 assert any("dropout" in why for why in kernel.variant_reasons(variant, each, H100))
 
 
 def test_a_variant_that_is_asked_for_by_name_must_exist_and_fit():
-    problem = problem_of(head_dim=128)
-    said = BACKEND.config_reasons(problem, H100, "forward", CudaForwardParams("nonesuch"))
+    inputs = call_of(head_dim=128)
+    said = BACKEND.config_reasons(inputs, H100, "forward", CudaForwardParams("nonesuch"))
     assert said == ["there is no variant 'nonesuch'"]
     narrow = CudaForwardParams("fmha_cutlassF_bf16_aligned_64x64_rf_sm80")
-    assert any("head_dim must be at most 64" in why for why in BACKEND.config_reasons(problem, H100, "forward", narrow))
+    assert any("head_dim must be at most 64" in why for why in BACKEND.config_reasons(inputs, H100, "forward", narrow))
     with pytest.raises(ValueError, match="no CUDA variant 'nonesuch'"):
-        selection.select("forward", selection.problem_fields(problem, False), 2, H100, "nonesuch")
+        selection.select("forward", selection.problem_fields(inputs, False), 2, H100, "nonesuch")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -284,7 +280,7 @@ def test_the_kernel_for_hopper_is_for_wide_heads_alone(dtype: Any, monkeypatch: 
     """It computes 512 columns whatever the head dim is."""
     monkeypatch.setattr(toolchain, "missing", lambda *_: [])
     for dim in (8, 64, 128, 255, 256, 257, 320, 512, 520):
-        (group,) = BACKEND.builds(problem_of(dtype, head_dim=dim, causal=True), H100, "forward", CudaForwardParams())
+        (group,) = BACKEND.builds(call_of(dtype, head_dim=dim, causal=True), H100, "forward", CudaForwardParams())
         kind = "ampere_" if dim <= 512 else ""
         if 256 < dim <= 512 and dtype != jnp.float32:
             kind = "hopper_wide_"
@@ -300,7 +296,7 @@ def test_nothing_is_compiled_to_find_out_that_it_has_too_little_shared_memory(
     device = Device("gpu", "a GPU", capability, 80)
     kernel = selection.kernels("backward")[0]
     for dim in (64, 128, 256, 512):
-        fields = selection.problem_fields(problem_of(jnp.float32, head_dim=dim), False)
+        fields = selection.problem_fields(call_of(jnp.float32, head_dim=dim), False)
         assert bool(kernel.reasons(fields, device)) == (least is not None and dim >= least)
 
 
@@ -319,14 +315,14 @@ def test_nothing_is_compiled_to_find_out_that_it_has_too_little_shared_memory(
 )
 def test_precision(precision: Any, default: Any, exact: int):
     with jax.default_matmul_precision(default):
-        fields = selection.problem_fields(problem_of(jnp.float32, precision=precision), False)
-        assert selection.problem_fields(problem_of(jnp.float16, precision=precision), False)["exact"] == 0
+        fields = selection.problem_fields(call_of(jnp.float32, precision=precision), False)
+        assert selection.problem_fields(call_of(jnp.float16, precision=precision), False)["exact"] == 0
     assert fields["exact"] == exact
 
 
 def test_fields_are_those_of_the_tables():
-    problem = dataclasses.replace(problem_of(), mask=CausalMask(3))
-    fields = selection.problem_fields(problem, True)
+    inputs = call_of().replace(mask=CausalMask(3))
+    fields = selection.problem_fields(inputs, True)
     assert tuple(fields) == FIELDS
     assert (fields["lowest"], fields["highest"], fields["deterministic"]) == (-(1 << 30), 3, 1)
     tables: list[VariantTable] = [table for tables in selection.TABLES.values() for table in tables]

@@ -44,8 +44,8 @@ def check(mask: Mask, q_length: int, kv_length: int) -> None:
 
 @pytest.mark.parametrize("conformance_case", chosen(where=lambda case: 0 not in case.score_shape), ids=describe)
 def test_masks_of_the_conformance_suite(conformance_case: ConformanceCase):
-    args, _ = conformance_case.prepared(seed=0)
-    query, key, mask = args[0], args[1], args[4]
+    inputs = conformance_case.prepared(seed=0)
+    query, key, mask = inputs.query, inputs.key, inputs.mask
     if mask is not None and key.shape[1] and query.shape[1]:
         check(mask, query.shape[1], key.shape[1])
 
@@ -75,8 +75,8 @@ def test_masks_put_together(mask: Mask):
 
 
 def test_plain_bands_need_no_arrays():
-    args, _ = FlashAttention().prepare(*[jnp.zeros((1, 8, 1, 8))] * 3, causal=True, sliding_window=3)
-    parts = MaskParts.of(args[4])
+    inputs = FlashAttention().prepare(*[jnp.zeros((1, 8, 1, 8))] * 3, causal=True, sliding_window=3)
+    parts = MaskParts.of(inputs.mask)
     assert (parts.band.lowest, parts.band.highest) == (-3, 0)
     assert not parts.has_rows
     assert parts.matrix is None

@@ -68,9 +68,10 @@ def test_what_needs_no_compiler_is_the_first_choice_as_before(nvcc: FakeNvcc, ca
 
 def test_a_platform_that_was_asked_for_is_not_passed_over():
     inv = invocation(H100, "float32")
-    asked = dataclasses.replace(inv, kwargs={**inv.kwargs, "platform": ("cuda",)})
+    (inputs,) = inv.args
+    asked = dataclasses.replace(inv, args=(inputs.replace(platform=("cuda",)),))
     assert FLASH.heuristic_cfg(asked).implementation == "cuda"
-    either = dataclasses.replace(inv, kwargs={**inv.kwargs, "platform": ("cuda", "xla")})
+    either = dataclasses.replace(inv, args=(inputs.replace(platform=("cuda", "xla")),))
     assert FLASH.heuristic_cfg(either).implementation == "xla"
 
 

@@ -29,6 +29,7 @@ from tests.kernels.flash_attention.conformance import (
 from tests.kernels.flash_attention.cudnn_cases import BACKEND, CASES, PAIRWISE, case_of, check_residuals, inputs_for
 from tests.support.suites import sampled
 from tilewright.errors import UnsupportedError
+from tilewright.kernels.biases import AlibiBias
 from tilewright.kernels.cuda import toolchain
 from tilewright.kernels.flash_attention.cudnn import jax_calls
 from tilewright.kernels.flash_attention.cudnn.backend import (
@@ -37,11 +38,12 @@ from tilewright.kernels.flash_attention.cudnn.backend import (
     CudnnMask,
     with_d_lse_columns,
 )
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.masks import CausalMask, LengthMask, WindowMask
-from tilewright.kernels.op.portfolio import Choice, PerDirection, lazy
+from tilewright.kernels.op.backend import lazy
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
@@ -57,17 +59,16 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91900)
 
 
-def problem_of(
+def call_of(
     dtype: Any = jnp.bfloat16, head_dim: int = 64, q_length: int = 128, kv_length: int = 128, **kwargs: Any
-) -> AttentionProblem:
+) -> AttentionInputs:
     value_dim = kwargs.pop("value_dim", head_dim)
     shapes = [(2, q_length, 4, head_dim), (2, kv_length, 2, head_dim), (2, kv_length, 2, value_dim)]
-    args, kwargs = FlashAttention().prepare(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), **kwargs)
-    return FlashAttention().problem(*args, **kwargs)
+    return FlashAttention().prepare(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), **kwargs)
 
 
 def reasons(direction: Direction = "forward", device: Device = H100, **kwargs: Any) -> list[str]:
-    return BACKEND.not_supported_reasons(problem_of(**kwargs), device, direction)
+    return BACKEND.not_supported_reasons(call_of(**kwargs), device, direction)
 
 
 LENGTHS = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -105,10 +106,12 @@ def test_what_it_serves(options: dict[str, Any], direction: Direction):
 @pytest.mark.parametrize(
     ("said", "options"),
     [
-        ("computes in float16 or bfloat16, got problem.dtype=dtype('float32')", {"dtype": jnp.float32}),
-        ("has no soft cap", {"logits_soft_cap": 30.0}),
-        ("has no sinks", {"softmax_aux": jax.ShapeDtypeStruct((4,), jnp.float32)}),
-        ("drops by a generator of its own", {"dropout_prob": 0.1, "dropout_seed": 0}),
+        ("computes in float16 or bfloat16, got inputs.dtype=dtype('float32')", {"dtype": jnp.float32}),
+        ("does not serve logits_soft_cap=30.0", {"logits_soft_cap": 30.0}),
+        ("does not serve softmax_aux", {"softmax_aux": jax.ShapeDtypeStruct((4,), jnp.float32)}),
+        ("does not serve dropout_seed", {"dropout_prob": 0.1, "dropout_seed": 0}),
+        ("does not serve dropout_prob=0.1", {"dropout_prob": 0.1, "dropout_seed": 0}),
+        ("does not serve position_bias", {"bias": AlibiBias(jax.ShapeDtypeStruct((4,), jnp.float32))}),
         ("a scale of 0", {"softmax_scale": 0.0}),
         ("up to 256 elements on NVIDIA H100 80GB HBM3, got 264 after padding", {"head_dim": 257}),
         ("has no segments", {"q_segment_ids": IDS, "kv_segment_ids": IDS}),
@@ -329,8 +332,8 @@ def test_a_platform_of_two_implementations(monkeypatch: pytest.MonkeyPatch):
         lowered(lambda *a: flash_attention(*a, platform="cuda", logits_soft_cap=3.0), *x)
     assert "there is no nvcc" in str(raised.value)
     assert "cuda:cudnn" in str(raised.value)
-    assert "has no soft cap" in str(raised.value)
-    with pytest.raises(UnsupportedError, match="has no soft cap"):
+    assert "does not serve logits_soft_cap=3.0" in str(raised.value)
+    with pytest.raises(UnsupportedError, match="does not serve logits_soft_cap"):
         lowered(lambda *a: flash_attention(*a, logits_soft_cap=3.0, cfg=BOTH), *x)
 
 
@@ -345,8 +348,8 @@ def test_params_survive_json():
         choice = Choice("cuda", "cudnn", params)
         assert from_json(to_json(choice), Choice) == choice
         assert str(choice) == "cuda:cudnn()"
-        assert BACKEND.config_reasons(problem_of(), H100, "forward", params) == []
-    assert BACKEND.candidates(problem_of(), H100, "backward") == [BACKWARD]
+        assert BACKEND.config_reasons(call_of(), H100, "forward", params) == []
+    assert BACKEND.candidates(call_of(), H100, "backward") == [BACKWARD]
 
 
 # JAX's interface, which may change.
@@ -463,9 +466,9 @@ def emulated(cudnn: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", sampled(CASES, test=["lengths in a window", "shared bias"]))
 def test_residuals_are_those_of_every_backend(name: str):
     inputs = inputs_for(CASES[name])
-    problem = AttentionProblem.of(inputs, lse_wanted=True)
+    structs = inputs.structs.replace(return_lse=True)
     for direction in ("forward", "backward"):
-        assert BACKEND.not_supported_reasons(problem, H100, direction) == []
+        assert BACKEND.not_supported_reasons(structs, H100, direction) == []
     check_residuals(inputs, H100, [XlaFlashAttention()])
 
 
@@ -473,7 +476,7 @@ def test_residuals_are_those_of_every_backend(name: str):
 @pytest.mark.parametrize("conformance_case", sampled(PAIRWISE, test=PAIRWISE[4:5]), ids=describe)
 def test_options_together(conformance_case: ConformanceCase):
     inputs = inputs_for(conformance_case.case)
-    if BACKEND.not_supported_reasons(AttentionProblem.of(inputs), H100, "forward"):
+    if BACKEND.not_supported_reasons(inputs.structs, H100, "forward"):
         pytest.skip("a window without keys for every query")
     check_residuals(inputs, H100, [])
 
@@ -483,7 +486,7 @@ def test_options_together(conformance_case: ConformanceCase):
 def test_lengths_beyond_and_below_the_arrays():
     inputs = inputs_of(case_of())
     lengths = LengthMask(jnp.array([50, 17]), jnp.array([0, 99])) & LengthMask(jnp.array([33]), None)
-    inputs = dataclasses.replace(inputs, mask=lengths)
+    inputs = inputs.replace(mask=lengths)
     d_out, d_lse = cotangents(inputs)
     exact, low = oracles(inputs, d_out, d_lse)
     results = BACKEND.forward(inputs, FORWARD)
@@ -569,8 +572,7 @@ def test_shapes_and_dtypes_are_those_of_the_contract(name: str):
 
 def test_nothing_to_compute():
     empty = [jnp.zeros((2, 8, 4, 16), jnp.bfloat16), *[jnp.zeros((2, 0, 2, 16), jnp.bfloat16)] * 2]
-    args, kwargs = FlashAttention().prepare(*empty)
-    inputs = FlashAttention().inputs(*args, **kwargs)
+    inputs = FlashAttention().prepare(*empty)
     out, lse = BACKEND.forward(inputs, FORWARD)
     assert not np.any(np.asarray(out, np.float32))
     assert np.all(np.isneginf(np.asarray(lse)))

@@ -25,13 +25,14 @@ from tests.kernels.flash_attention.fa4_cases import BACKEND, CASES, PAIRWISE
 from tests.kernels.flash_attention.fa4_emulation import KERNELS
 from tests.support.suites import sampled
 from tilewright.errors import UnsupportedError
+from tilewright.kernels.biases import AlibiBias
 from tilewright.kernels.flash_attention.fa4 import cute
 from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams, Fa4Mask, computed_dims
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.masks import CausalMask, LengthMask, WindowMask
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.serialize import from_json, to_json
@@ -52,17 +53,16 @@ def emulated(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cute, "kernels", lambda: KERNELS)
 
 
-def problem_of(
+def call_of(
     dtype: Any = jnp.bfloat16, head_dim: int = 64, q_length: int = 128, kv_length: int = 128, **kwargs: Any
-) -> AttentionProblem:
+) -> AttentionInputs:
     value_dim, kv_heads = kwargs.pop("value_dim", head_dim), kwargs.pop("kv_heads", 2)
     shapes = [(2, q_length, 4, head_dim), (2, kv_length, kv_heads, head_dim), (2, kv_length, kv_heads, value_dim)]
-    args, kwargs = FlashAttention().prepare(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), **kwargs)
-    return FlashAttention().problem(*args, **kwargs)
+    return FlashAttention().prepare(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), **kwargs)
 
 
 def reasons(direction: Direction = "forward", device: Device = H100, **kwargs: Any) -> list[str]:
-    return BACKEND.not_supported_reasons(problem_of(**kwargs), device, direction)
+    return BACKEND.not_supported_reasons(call_of(**kwargs), device, direction)
 
 
 LENGTHS = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -95,12 +95,13 @@ def test_what_it_serves(options: dict[str, Any], direction: Direction):
 @pytest.mark.parametrize(
     ("said", "options"),
     [
-        ("computes in float16 or bfloat16, got problem.dtype=dtype('float32')", {"dtype": jnp.float32}),
-        ("adds no bias", {"bias": BIAS}),
-        ("has no sinks", {"softmax_aux": jax.ShapeDtypeStruct((4,), jnp.float32)}),
-        ("drops nothing", {"dropout_prob": 0.1, "dropout_seed": 0}),
+        ("computes in float16 or bfloat16, got inputs.dtype=dtype('float32')", {"dtype": jnp.float32}),
+        ("does not serve bias", {"bias": BIAS}),
+        ("does not serve position_bias", {"bias": AlibiBias(jax.ShapeDtypeStruct((4,), jnp.float32))}),
+        ("does not serve softmax_aux", {"softmax_aux": jax.ShapeDtypeStruct((4,), jnp.float32)}),
+        ("does not serve dropout_prob=0.1", {"dropout_prob": 0.1, "dropout_seed": 0}),
         ("a scale of 0", {"softmax_scale": 0.0}),
-        ("up to 256 elements, got problem.head_dim=257", {"head_dim": 257}),
+        ("up to 256 elements, got inputs.head_dim=257", {"head_dim": 257}),
         ("has no segments", {"q_segment_ids": IDS, "kv_segment_ids": IDS}),
         ("takes a query's index for its position", {"mask": CausalMask(0, IDS)}),
         ("got a mask that is none of them", {"mask": jax.ShapeDtypeStruct((2, 1, 128, 128), jnp.bool_)}),
@@ -167,10 +168,10 @@ def test_versions_are_ordered():
 def test_without_packages_the_call_goes_elsewhere(on_an_h100: Device):
     modules = set(sys.modules)
     assert "which is not installed" in reasons()[0]
+    x = [jax.ShapeDtypeStruct((2, 64, 4, 64), "bfloat16")] * 3
+    traced = jax.jit(lambda *a: flash_attention(*a, cfg=BOTH)).trace(*x)
     with pytest.raises(UnsupportedError, match="needs the package flash-attn-4"):
-        jax.eval_shape(
-            lambda *a: flash_attention(*a, cfg=BOTH), *[jax.ShapeDtypeStruct((2, 64, 4, 64), "bfloat16")] * 3
-        )
+        traced.lower(lowering_platforms=("cuda",))
     assert not {name for name in set(sys.modules) - modules if name.startswith(("torch", "cutlass", "flash_attn"))}
 
 
@@ -203,39 +204,39 @@ def test_masks_in_its_terms():
     ],
 )
 def test_head_dims(dims: tuple[int, int], kv_heads: int, forward: tuple[int, int], backward: tuple[int, int]):
-    problem = problem_of(head_dim=dims[0], value_dim=dims[1], kv_heads=kv_heads)
-    assert computed_dims(problem, "forward") == forward
-    assert computed_dims(problem, "backward") == backward
+    inputs = call_of(head_dim=dims[0], value_dim=dims[1], kv_heads=kv_heads)
+    assert computed_dims(inputs, "forward") == forward
+    assert computed_dims(inputs, "backward") == backward
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"sliding_window": (9, 9)}, {"kv_heads": 4}], ids=str)
 @pytest.mark.parametrize("dim", [8, 64, 72, 96, 128, 136, 192, 256])
 def test_configs(dim: int, options: dict[str, Any], direction: Direction):
-    problem = problem_of(head_dim=dim, **options)
-    first = BACKEND.heuristic(problem, H100, direction)
+    inputs = call_of(head_dim=dim, **options)
+    first = BACKEND.heuristic(inputs, H100, direction)
     assert None not in dataclasses.astuple(first)
-    candidates = BACKEND.candidates(problem, H100, direction)
+    candidates = BACKEND.candidates(inputs, H100, direction)
     assert candidates[0] == first
     assert len(set(candidates)) == len(candidates)
     for params in candidates:
-        assert BACKEND.config_reasons(problem, H100, direction, params) == []
+        assert BACKEND.config_reasons(inputs, H100, direction, params) == []
         choice = Choice("cuda", "fa4", params)
         assert from_json(to_json(choice), Choice) == choice
     plain = FORWARD if direction == "forward" else BACKWARD
-    assert BACKEND.config_reasons(problem, H100, direction, plain) == []
+    assert BACKEND.config_reasons(inputs, H100, direction, plain) == []
     assert plain.completed(first) == first
 
 
 def test_configs_that_cannot_be():
-    problem = problem_of(head_dim=128)
+    inputs = call_of(head_dim=128)
     for said, params in (
         ("64, 128 or 192 queries", Fa4ForwardParams(block_q=96)),
         ("a multiple of 16", Fa4ForwardParams(block_k=40)),
         ("bytes of shared memory", Fa4ForwardParams(num_stages=5)),
         ("registers", Fa4ForwardParams(block_q=192, block_k=128)),
     ):
-        assert said in BACKEND.config_reasons(problem, H100, "forward", params)[0]
+        assert said in BACKEND.config_reasons(inputs, H100, "forward", params)[0]
     for said, params in (
         ("as many as of queries", Fa4BackwardParams(query_stages=3)),
         ("2 warpgroups compute", Fa4BackwardParams(groups=3)),
@@ -243,7 +244,7 @@ def test_configs_that_cannot_be():
         ("multiples of 16", Fa4BackwardParams(block_q=72)),
         ("bytes of shared memory", Fa4BackwardParams(block_q=128)),
     ):
-        assert any(said in why for why in BACKEND.config_reasons(problem, H100, "backward", params)), said
+        assert any(said in why for why in BACKEND.config_reasons(inputs, H100, "backward", params)), said
     with pytest.raises(ValueError, match="Fa4ForwardParams needs a positive integer, got block_q=0"):
         Fa4ForwardParams(block_q=0)
     with pytest.raises(ValueError, match="got groups=True"):
@@ -257,9 +258,9 @@ def test_configs_that_cannot_be():
 def test_residuals_are_those_of_every_backend(name: str):
     case = CASES[name]
     inputs = inputs_for(case)
-    problem = AttentionProblem.of(inputs, lse_wanted=True)
+    structs = inputs.structs.replace(return_lse=True)
     for direction in DIRECTIONS:
-        assert BACKEND.not_supported_reasons(problem, H100, direction) == []
+        assert BACKEND.not_supported_reasons(structs, H100, direction) == []
     check_residuals(inputs, H100, [XlaFlashAttention()], BACKEND, case.tolerance_factor)
 
 
@@ -275,7 +276,7 @@ def test_options_together(conformance_case: ConformanceCase):
 def test_lengths_beyond_and_below_the_arrays(kv_heads: int):
     inputs = inputs_of(case_of(kv_heads=kv_heads))
     lengths = LengthMask(jnp.array([50, 17]), jnp.array([0, 99])) & LengthMask(jnp.array([33]), None)
-    inputs = dataclasses.replace(inputs, mask=lengths)
+    inputs = inputs.replace(mask=lengths)
     d_out, d_lse = cotangents(inputs)
     exact, low = oracles(inputs, d_out, d_lse)
     results = BACKEND.forward(inputs, FORWARD)
@@ -289,7 +290,7 @@ def test_lengths_beyond_and_below_the_arrays(kv_heads: int):
 @pytest.mark.parametrize("offset", sampled([-(1 << 30), -45, 45, 1 << 30], test=[-45]))
 def test_windows_far_away(offset: int):
     inputs = inputs_of(case_of(kv_length=70))
-    inputs = dataclasses.replace(inputs, mask=CausalMask(offset) & WindowMask(50, 3, offset))
+    inputs = inputs.replace(mask=CausalMask(offset) & WindowMask(50, 3, offset))
     check_residuals(inputs, H100, [], BACKEND)
 
 
@@ -337,8 +338,7 @@ def test_shapes_and_dtypes_are_those_of_the_contract(name: str):
 
 def test_nothing_to_compute():
     empty = [jnp.zeros((2, 8, 4, 16), jnp.bfloat16), *[jnp.zeros((2, 0, 2, 16), jnp.bfloat16)] * 2]
-    args, kwargs = FlashAttention().prepare(*empty)
-    inputs = FlashAttention().inputs(*args, **kwargs)
+    inputs = FlashAttention().prepare(*empty)
     out, lse = BACKEND.forward(inputs, FORWARD)
     assert not np.any(np.asarray(out, np.float32))
     assert np.all(np.isneginf(np.asarray(lse)))

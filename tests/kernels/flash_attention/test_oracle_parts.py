@@ -47,15 +47,15 @@ CASES = {
 
 def invocation(case: AttentionCase, direction: Any, **more: Any) -> Invocation[Any, Any]:
     arrays, kwargs = case.arguments()
-    args, kwargs = FlashAttention().prepare(*arrays, **kwargs | more)
-    return Invocation(FlashAttention(), tuple(args), dict(kwargs), direction=direction).abstract()
+    inputs = FlashAttention().prepare(*arrays, **kwargs | more)
+    return Invocation(FlashAttention(), (inputs,), direction=direction).abstract()
 
 
 def without_batch(direction: Any) -> Invocation[Any, Any]:
     """A packed call whose arrays lack the batch dimension, with both results."""
     arrays, kwargs = CASES["packed"].arguments()
-    args, kwargs = FlashAttention().prepare(*(a[0] for a in arrays), **kwargs, return_lse=True)
-    return Invocation(FlashAttention(), tuple(args), dict(kwargs), direction=direction).abstract()
+    inputs = FlashAttention().prepare(*(a[0] for a in arrays), **kwargs, return_lse=True)
+    return Invocation(FlashAttention(), (inputs,), direction=direction).abstract()
 
 
 @pytest.fixture
@@ -124,14 +124,14 @@ def test_the_last_part_is_of_the_last_element_and_heads(name: str, small: None):
 def test_the_oracle_of_a_part_is_that_of_the_whole(name: str, small: None):
     arrays, given = CASES[name].arguments(seed=3)
     kernel = FlashAttention()
-    args, kwargs = kernel.prepare(*arrays, **given, return_lse=True)
-    inv = Invocation(kernel, tuple(args), dict(kwargs))
-    whole = kernel.reference(*args, **kwargs)
+    inputs = kernel.prepare(*arrays, **given, return_lse=True)
+    inv = Invocation(kernel, (inputs,))
+    whole = kernel.reference(inputs)
     for part in kernel.oracle_parts(inv.abstract()):
-        part_args, part_kwargs = part.arguments(args, kwargs)
-        assert jax.tree.structure(part_args) == jax.tree.structure(args)
-        assert part_args[0].shape[2] == 2  # the query heads of one head of keys
-        mine = kernel.reference(*part_args, **part_kwargs)
+        (part_inputs,), _ = part.arguments((inputs,), {})
+        assert jax.tree.structure(part_inputs) == jax.tree.structure(inputs)
+        assert part_inputs.heads == 2  # the query heads of one head of keys
+        mine = kernel.reference(part_inputs)
         for said, wanted in zip(mine, part.results(whole), strict=True):
             np.testing.assert_allclose(np.float32(said), np.float32(wanted), rtol=1e-2, atol=1e-5)
 

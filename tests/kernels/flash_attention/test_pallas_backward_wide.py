@@ -27,7 +27,6 @@ from tilewright.kernels.flash_attention.hopper.params import (
 )
 from tilewright.kernels.flash_attention.hopper.wide.backward import wide_key_value_kernel
 from tilewright.kernels.flash_attention.hopper.wide.plans import WideBackwardPlan
-from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.hopper.limits import SHARED_BYTES
 
 DETERMINISTIC = WideBackwardParams()
@@ -38,8 +37,8 @@ BACKEND = PallasGpuFlashAttention()
 
 def run(case: AttentionCase, *configs: BackwardParams, mask_object: bool = False) -> None:
     """Compares configs with the oracle, from the oracle's residuals."""
-    args, kwargs = ConformanceCase(case, mask_object).prepared(seed=0)
-    judge_gradients(BACKEND, FlashAttention().inputs(*args, **kwargs), configs, case.tolerance_factor)
+    inputs = ConformanceCase(case, mask_object).prepared(seed=0)
+    judge_gradients(BACKEND, inputs, configs, case.tolerance_factor)
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,7 @@ from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAtte
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
 from tilewright.kernels.flash_attention.hopper.heuristics import UNREDUCED_BYTES
 from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams, WideBackwardParams
-from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops.utils.device import current_device
 
@@ -45,7 +44,7 @@ def run(case: AttentionCase, *configs: Any, bias_dtype: str | None = None) -> No
     """Compares all gradients with the oracle's, from the oracle's residuals."""
     inputs = inputs_of(case)
     if bias_dtype is not None:
-        inputs = dataclasses.replace(inputs, bias=inputs.bias.astype(bias_dtype))
+        inputs = inputs.replace(bias=inputs.bias.astype(bias_dtype))
     judge_gradients(BACKEND, inputs, configs, case.tolerance_factor)
 
 
@@ -127,7 +126,7 @@ def test_a_bias_of_minus_infinity(bias: str):
     """Over a tile of keys, and over a whole row."""
     inputs = inputs_of(case(130, 200, batch=1, bias=bias))
     masked = inputs.bias.at[..., 40:, :128].set(-jnp.inf).at[..., 100, :].set(-jnp.inf)
-    judge_gradients(BACKEND, dataclasses.replace(inputs, bias=masked), (ADDED, FIXED), 2.0)
+    judge_gradients(BACKEND, inputs.replace(bias=masked), (ADDED, FIXED), 2.0)
 
 
 def test_what_is_stored():
@@ -151,27 +150,30 @@ def test_what_is_stored():
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("bias", ["bhqk", "hqk", "bk"])
 def test_candidates_fit(head_dim: int, bias: str):
-    problem = AttentionProblem.of(inputs_of(case(head_dim=head_dim, bias=bias)))
+    inputs = inputs_of(case(head_dim=head_dim, bias=bias)).structs
     device = current_device()
-    assert not BACKEND.not_supported_reasons(problem, device, "backward")
-    found = BACKEND.candidates(problem, device, "backward")
+    assert not BACKEND.not_supported_reasons(inputs, device, "backward")
+    found = BACKEND.candidates(inputs, device, "backward")
     assert {params.deterministic for params in found} == {False, True}
-    assert not any(BACKEND.config_reasons(problem, device, "backward", params) for params in found)
+    assert not any(BACKEND.config_reasons(inputs, device, "backward", params) for params in found)
 
 
 def test_what_does_not_fit():
-    problem = AttentionProblem.of(inputs_of(case(head_dim=128, bias="hqk")))
-    (reason,) = BACKEND.config_reasons(problem, current_device(), "backward", HopperBackwardParams(128, 2, False))
+    inputs = inputs_of(case(head_dim=128, bias="hqk")).structs
+    (reason,) = BACKEND.config_reasons(inputs, current_device(), "backward", HopperBackwardParams(128, 2, False))
     assert "with the gradient of a bias" in reason
 
 
 def test_a_large_bias_is_added_up():
-    problem = AttentionProblem.of(inputs_of(case(bias="hqk")))
-    device = current_device()
-    assert BACKEND.heuristic(problem, device, "backward").deterministic
-    large = dataclasses.replace(
-        problem, batch=64, q_length=1024, kv_length=1024, bias=jax.ShapeDtypeStruct((1, 2, 1024, 1024), jnp.bfloat16)
-    )
+    inputs, device = inputs_of(case(bias="hqk")).structs, current_device()
+    assert BACKEND.heuristic(inputs, device, "backward").deterministic
+    longer = {
+        name: jax.ShapeDtypeStruct((64, 1024, *array.shape[2:]), array.dtype)
+        for name, array in inputs.arrays.items()
+        if name in ("query", "key", "value")
+    }
+    large = inputs.replace(bias=jax.ShapeDtypeStruct((1, 2, 1024, 1024), jnp.bfloat16), **longer)
+    assert large.score_shape == (64, 2, 1024, 1024)
     assert UNREDUCED_BYTES < 64 * 2 * 1024 * 1024 * 4
     assert not BACKEND.heuristic(large, device, "backward").deterministic
 

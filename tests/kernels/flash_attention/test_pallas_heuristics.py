@@ -10,32 +10,29 @@ import pytest
 
 from tests.kernels.conftest import H100
 from tilewright.kernels.flash_attention.hopper import heuristics
-from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention, plan_of_problem
+from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention, plan_of
 from tilewright.kernels.flash_attention.hopper.call import GroupParts
 from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan
 from tilewright.kernels.flash_attention.hopper.wide.plans import WideBackwardPlan
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.hopper.schedule import makespan
-from tilewright.kernels.op.sharding import beside_transfer
-from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.types import Direction
 
 BACKEND = PallasGpuFlashAttention()
 SMS = 132
 
 
-def problem(
+def call(
     batch: int, length: int, heads: int, head_dim: int, kv_heads: int = 0, kv_length: int = 0, **options: Any
-) -> AttentionProblem:
+) -> AttentionInputs:
     query = jax.ShapeDtypeStruct((batch, length, heads, head_dim), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((batch, kv_length or length, kv_heads or heads, head_dim), jnp.bfloat16)
-    call, _ = prepared(FlashAttention(), (query, key, key), options, concrete=False)
-    return FlashAttention().problem_of(call)
+    return FlashAttention().prepare(query, key, key, **options)
 
 
-def first(of: AttentionProblem, direction: Direction) -> Any:
+def first(of: AttentionInputs, direction: Direction) -> Any:
     return BACKEND.candidates(of, H100, direction)[0]
 
 
@@ -48,7 +45,7 @@ def first(of: AttentionProblem, direction: Direction) -> Any:
 )  # fmt: skip
 def test_rows_of_a_tile(batch: int, length: int, causal: bool, block_q: int):
     """The fastest of a sweep on an H100 at head_dim 64 with 16 heads."""
-    assert first(problem(batch, length, 16, 64, causal=causal), "forward").block_q == block_q
+    assert first(call(batch, length, 16, 64, causal=causal), "forward").block_q == block_q
 
 
 @pytest.mark.parametrize(
@@ -61,32 +58,32 @@ def test_rows_of_a_tile(batch: int, length: int, causal: bool, block_q: int):
 )  # fmt: skip
 def test_form_of_the_backward_pass(length: int, head_dim: int, causal: bool, deterministic: bool):
     """The faster of both in the same sweep."""
-    assert first(problem(8, length, 16, head_dim, causal=causal), "backward").deterministic == deterministic
+    assert first(call(8, length, 16, head_dim, causal=causal), "backward").deterministic == deterministic
 
 
 def test_the_only_step_is_not_masked_by_three_consumers():
-    short = problem(4, 4096, 8, 64, kv_length=77)
+    short = call(4, 4096, 8, 64, kv_length=77)
     assert all(params.block_q == 128 for params in BACKEND.candidates(short, H100, "forward"))
-    long = problem(4, 4096, 8, 64)
+    long = call(4, 4096, 8, 64)
     assert first(long, "forward") == HopperForwardParams(192, 128, 2, True, True)
 
 
 @pytest.mark.parametrize(
     ("of", "params"),
     [
-        (problem(64, 197, 16, 64), HopperForwardParams(128, 208, 2, True, False, False)),
-        (problem(66, 256, 14, 64), HopperForwardParams(128, 128, 3, True, True)),
-        (problem(32, 1024, 20, 64, kv_length=77), HopperForwardParams(128, 80, 2, True, False, False)),
-        (problem(8, 4096, 16, 64, kv_length=120), HopperForwardParams(128, 128, 2, True, False, False)),
-        (problem(32, 512, 12, 64), HopperForwardParams(128, 128, 3, True, True)),
-        (problem(8, 4096, 16, 72, kv_length=120), HopperForwardParams(128, 128, 2, True, False)),
-        (problem(66, 256, 14, 80), HopperForwardParams(128, 128, 2, True, False)),
-        (problem(66, 256, 14, 160), HopperForwardParams(128, 128, 2, True, False)),
-        (problem(132, 64, 8, 160), HopperForwardParams(128, 64, 2, True, False)),
-        (problem(66, 256, 14, 256), HopperForwardParams(128, 64, 2, False, False)),
+        (call(64, 197, 16, 64), HopperForwardParams(128, 208, 2, True, False, False)),
+        (call(66, 256, 14, 64), HopperForwardParams(128, 128, 3, True, True)),
+        (call(32, 1024, 20, 64, kv_length=77), HopperForwardParams(128, 80, 2, True, False, False)),
+        (call(8, 4096, 16, 64, kv_length=120), HopperForwardParams(128, 128, 2, True, False, False)),
+        (call(32, 512, 12, 64), HopperForwardParams(128, 128, 3, True, True)),
+        (call(8, 4096, 16, 72, kv_length=120), HopperForwardParams(128, 128, 2, True, False)),
+        (call(66, 256, 14, 80), HopperForwardParams(128, 128, 2, True, False)),
+        (call(66, 256, 14, 160), HopperForwardParams(128, 128, 2, True, False)),
+        (call(132, 64, 8, 160), HopperForwardParams(128, 64, 2, True, False)),
+        (call(66, 256, 14, 256), HopperForwardParams(128, 64, 2, False, False)),
     ],
 )
-def test_few_keys(of: AttentionProblem, params: HopperForwardParams):
+def test_few_keys(of: AttentionInputs, params: HopperForwardParams):
     """The fastest of sweeps on an H100, or within 2 % of it."""
     assert first(of, "forward") == params
 
@@ -97,14 +94,14 @@ def test_few_keys(of: AttentionProblem, params: HopperForwardParams):
 def test_scores_that_take_registers_are_not_in_one_step(options: dict[str, Any]):
     if "dropout_prob" in options:
         options = options | {"dropout_seed": jax.ShapeDtypeStruct((2,), jnp.uint32)}
-    found = BACKEND.candidates(problem(64, 256, 16, 64, **options), H100, "forward")
+    found = BACKEND.candidates(call(64, 256, 16, 64, **options), H100, "forward")
     assert all(params.ahead and params.block_k <= 128 for params in found)
 
 
 @pytest.mark.parametrize("options", [{"heads": 71, "head_dim": 64}, {"heads": 48, "head_dim": 128}])
 def test_one_key_head_is_split_among_all_sms(options: dict[str, int]):
-    of = problem(1, 2048, kv_heads=1, causal=True, **options)
-    plan = plan_of_problem(of, first(of, "backward"))
+    of = call(1, 2048, kv_heads=1, causal=True, **options)
+    plan = plan_of(of, first(of, "backward"))
     assert isinstance(plan, BackwardPlan)
     group = heuristics.group_parts(of, plan, SMS)
     assert (group.parts - 1) * group.size < group.group <= group.parts * group.size
@@ -112,8 +109,8 @@ def test_one_key_head_is_split_among_all_sms(options: dict[str, int]):
 
 
 def test_parts_of_wide_heads_are_of_one_size():
-    of = problem(4, 2047, 16, 256, kv_heads=1, causal=True)
-    plan = plan_of_problem(of, first(of, "backward"))
+    of = call(4, 2047, 16, 256, kv_heads=1, causal=True)
+    plan = plan_of(of, first(of, "backward"))
     assert isinstance(plan, WideBackwardPlan)
     parts = heuristics.group_parts(of, plan, SMS).parts
     assert parts > 1
@@ -122,8 +119,8 @@ def test_parts_of_wide_heads_are_of_one_size():
 
 def test_many_key_heads_are_not_split():
     for options in ({"heads": 32, "kv_heads": 8}, {"heads": 16}):
-        of = problem(4, 4096, head_dim=128, causal=True, **options)
-        plan = plan_of_problem(of, first(of, "backward"))
+        of = call(4, 4096, head_dim=128, causal=True, **options)
+        plan = plan_of(of, first(of, "backward"))
         assert isinstance(plan, BackwardPlan)
         assert heuristics.group_parts(of, plan, SMS).parts == 1
 
@@ -144,7 +141,7 @@ def test_beside_a_transfer_no_cta_has_more_than_one_item():
     for head_dim in (72, 128, 256):
         found = []
         for told in (False, True):
-            with beside_transfer(told):
-                found.append(first(problem(1, 4096, 8, head_dim, causal=True), "forward"))
+            of = call(1, 4096, 8, head_dim, causal=True).replace(beside_transfer=told)
+            found.append(first(of, "forward"))
         alone, beside = found
         assert dataclasses.replace(alone, persistent=False) == beside

@@ -41,8 +41,7 @@ from tilewright.kernels.flash_attention.hopper.params import (
     HopperForwardParams,
     WideBackwardParams,
 )
-from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import flash_attention
 
 __all__ = ["one_device_at_a_time"]  # a fixture
@@ -125,13 +124,13 @@ def test_split_query_heads(kind: str) -> None:
     """Parts of a key head's query heads are work items of their own: here two of three, of five heads."""
     split = functools.partial(GroupParts, parts=3)
     one = case(kind, heads=5, causal=True)
-    with mock.patch.object(backend, "group_parts", lambda problem, plan, num_sms: split(problem.heads)):
+    with mock.patch.object(backend, "group_parts", lambda inputs, plan, num_sms: split(inputs.heads)):
         judge_gradients(BACKEND, inputs_of(one), (ADDED,), 2.0)
 
 
 @pytest.mark.parametrize("kind", ["alibi", "relative"])
 def test_constant_values_get_no_gradient(kind: str) -> None:
-    inputs = dataclasses.replace(inputs_of(case(kind)), bias_is_constant=True)
+    inputs = inputs_of(case(kind)).replace(wanted=frozenset({"query", "key", "value"}))
     d_out, d_lse = cotangents(inputs)
     exact, low = oracles(inputs, d_out, d_lse)
     results = exact.results["out"].astype(inputs.query.dtype), exact.results["lse"]
@@ -148,7 +147,7 @@ def test_relative_values_of_minus_infinity_mask() -> None:
     inputs = inputs_of(case("relative", 200, 140, batch=1))
     assert inputs.position_bias is not None
     values = inputs.position_bias.values.at[:, :130].set(-jnp.inf).at[:, 230:].set(-jnp.inf)
-    inputs = dataclasses.replace(inputs, position_bias=dataclasses.replace(inputs.position_bias, values=values))
+    inputs = inputs.replace(position_bias=dataclasses.replace(inputs.position_bias, values=values))
     d_out, d_lse = cotangents(inputs)
     exact, low = oracles(inputs, d_out, d_lse)
     out, lse = jax.jit(lambda inputs: BACKEND.forward(inputs, FORWARD["one by one"]))(inputs)
@@ -219,8 +218,8 @@ def test_heads_split_over_explicit_axes(kind: str) -> None:
 
 def test_positions_that_are_an_array_are_declined() -> None:
     packed = case("alibi", 40, 56, batch=1, packed=True)
-    reasons = BACKEND.not_supported_reasons(AttentionProblem.of(inputs_of(packed)), H100, "forward")
+    reasons = BACKEND.not_supported_reasons(inputs_of(packed).structs, H100, "forward")
     assert reasons == ["counts the positions of a bias by index, got positions that are an array"]
     zero = case("alibi", softmax_scale=0.0)
-    reasons = BACKEND.not_supported_reasons(AttentionProblem.of(inputs_of(zero)), H100, "forward")
+    reasons = BACKEND.not_supported_reasons(inputs_of(zero).structs, H100, "forward")
     assert reasons == ["starts from a bias over the scale, got scale=0.0"]

@@ -19,7 +19,6 @@ from tilewright.kernels.flash_attention.hopper.params import (
     WideBackwardParams,
 )
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.ops.types import Direction
 
 BACKEND = PallasGpuFlashAttention()
@@ -44,10 +43,10 @@ CASES = {
 
 
 def candidates(case: AttentionCase, direction: Direction) -> list[Any]:
-    problem = AttentionProblem.of(inputs_of(case))
-    if BACKEND.not_supported_reasons(problem, H100, direction):
+    inputs = inputs_of(case).structs
+    if BACKEND.not_supported_reasons(inputs, H100, direction):
         return []
-    return list(BACKEND.candidates(problem, H100, direction))
+    return list(BACKEND.candidates(inputs, H100, direction))
 
 
 def named(direction: Direction) -> list[Any]:

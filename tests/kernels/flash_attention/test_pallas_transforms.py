@@ -21,8 +21,7 @@ from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams
-from tilewright.kernels.flash_attention.problem import AttentionProblem
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import FlashAttention, flash_attention
 from tilewright.ops.types import Device
 
@@ -76,9 +75,8 @@ def operands(batch: int = 1, heads: int = 2, kv_heads: int = 1) -> list[jax.Arra
 
 def backward_kinds() -> list[HopperBackwardParams]:
     """The candidates that differ in more than their tiles: dQ added up in global memory, and not."""
-    args, kwargs = FlashAttention().prepare(*operands()[:3], causal=True)
-    problem = AttentionProblem.of(FlashAttention().inputs(*args, **kwargs))
-    found = PallasGpuFlashAttention().candidates(problem, H100, "backward")
+    inputs = FlashAttention().prepare(*operands()[:3], causal=True)
+    found = PallasGpuFlashAttention().candidates(inputs.structs, H100, "backward")
     return list({params.deterministic: params for params in reversed(found)}.values())
 
 

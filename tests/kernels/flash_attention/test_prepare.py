@@ -12,9 +12,10 @@ import pytest
 
 from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.cases import CPU_CASES, HOPPER_CASES, AttentionCase
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.masks import AndMask, CausalMask, ExplicitMask, LengthMask, SegmentMask, WindowMask
-from tilewright.kernels.op.backend import Platform
+from tilewright.kernels.op.choice import Platform
 from tilewright.ops.kernel.kernel import Invocation
 
 KERNEL = FlashAttention()
@@ -22,17 +23,26 @@ Q, K, V = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 12, 2, 16)), jnp.zeros((2, 12,
 PACKED = jnp.zeros((1, 8, 4, 16)), jnp.zeros((1, 12, 2, 16)), jnp.zeros((1, 12, 2, 16))
 
 
-def prepare(*arrays: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    args, kwargs = KERNEL.prepare(*(arrays or (Q, K, V)), **kwargs)
-    return dict(zip(("query", "key", "value", "bias", "mask", "softmax_aux"), args, strict=True)), kwargs
+def prepare(*arrays: Any, **kwargs: Any) -> AttentionInputs:
+    return KERNEL.prepare(*(arrays or (Q, K, V)), **kwargs)
 
 
 def test_plain_arrays_are_handed_on():
-    args, kwargs = prepare()
-    assert (args["query"] is Q, args["key"] is K, args["value"] is V) == (True, True, True)
-    assert (args["bias"], args["mask"], args["softmax_aux"]) == (None, None, None)
-    # The keywords in the key of every call, in tables that ship and in lock files: no option may be added to them.
-    assert kwargs == {
+    inputs = prepare()
+    assert (inputs.query is Q, inputs.key is K, inputs.value is V) == (True, True, True)
+    given = {name for name, array in inputs.arrays.items() if array is not None}
+    assert given == {"query", "key", "value"}
+
+
+def test_keys_of_plain_calls():
+    """No option at its default may be added to the key of every call, nor to that which tables and lock files have."""
+    inputs = prepare()
+    args, options = inputs.described
+    assert args == (Q, K, V)
+    assert options == {"softmax_scale": 0.25}
+    [(args, options)] = KERNEL.former_descriptions((inputs,), {})
+    assert args == (Q, K, V, None, None, None)
+    assert options == {
         "dropout_seed": None,
         "softmax_scale": 0.25,
         "logits_soft_cap": None,
@@ -62,7 +72,7 @@ def test_plain_arrays_are_handed_on():
     ids=str,
 )
 def test_static_masks(options: dict[str, Any], mask: Any):
-    assert prepare(**options)[0]["mask"] == mask
+    assert prepare(**options).mask == mask
 
 
 def test_masks_combine():
@@ -73,7 +83,7 @@ def test_masks_combine():
         q_segment_ids=jnp.zeros((2, 8), jnp.uint8),
         kv_segment_ids=np.zeros((2, 12), np.int32),
         query_seq_lengths=[3, 8],
-    )[0]["mask"]
+    ).mask
     assert isinstance(mask, AndMask)
     kinds = {type(part): part for part in mask.masks}
     assert set(kinds) == {SegmentMask, LengthMask, CausalMask, ExplicitMask}
@@ -84,14 +94,14 @@ def test_masks_combine():
 
 def test_mask_object_is_kept():
     mask = CausalMask(3) | WindowMask(1, 1)
-    assert prepare(mask=mask)[0]["mask"] == mask
-    assert prepare(mask=mask, causal=True)[0]["mask"] == CausalMask(0) & mask
+    assert prepare(mask=mask).mask == mask
+    assert prepare(mask=mask, causal=True).mask == CausalMask(0) & mask
 
 
 def test_bottom_right_follows_the_lengths():
     mask = prepare(
         causal=True, causal_alignment="bottom_right", query_seq_lengths=[2, 8], key_value_seq_lengths=[7, 5]
-    )[0]["mask"]
+    ).mask
     full = np.asarray(jnp.broadcast_to(mask.materialise(8, 12), (2, 1, 8, 12)))[:, 0]
     for b, (rows, columns) in enumerate([(2, 7), (8, 5)]):
         assert full[b, rows - 1, :columns].all(), "the last query sees every key"
@@ -101,9 +111,9 @@ def test_bottom_right_follows_the_lengths():
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 def test_packed(alignment: str):
     q_bounds, kv_bounds = [0, 3, 3, 7], [1, 2, 5, 11]
-    mask = prepare(*PACKED, causal=True, causal_alignment=alignment, cum_seqlens_q=q_bounds, cum_seqlens_k=kv_bounds)[
-        0
-    ]["mask"]
+    mask = prepare(
+        *PACKED, causal=True, causal_alignment=alignment, cum_seqlens_q=q_bounds, cum_seqlens_k=kv_bounds
+    ).mask
     want = np.zeros((8, 12), bool)
     for n in range(3):
         for i in range(q_bounds[n], q_bounds[n + 1]):
@@ -118,30 +128,33 @@ def test_packed(alignment: str):
 def test_packed_self_attention_needs_no_positions():
     bounds = jnp.asarray([0, 3, 8])
     query, _, _ = PACKED
-    mask = prepare(query, query, query, causal=True, cum_seqlens_q=bounds, cum_seqlens_k=bounds)[0]["mask"]
+    mask = prepare(query, query, query, causal=True, cum_seqlens_q=bounds, cum_seqlens_k=bounds).mask
     assert mask.masks[1] == CausalMask(0)
 
 
 def test_unbatched():
-    args, kwargs = prepare(
+    inputs = prepare(
         Q[0], K[0], V[0], jnp.zeros((4, 8, 12)), q_segment_ids=np.zeros(8, int), kv_segment_ids=np.zeros(12, int),
         query_seq_lengths=3, return_lse=True,
     )  # fmt: skip
-    assert kwargs["unbatched"]
-    assert args["query"].shape == (1, 8, 4, 16)
-    assert args["bias"].shape == (1, 4, 8, 12)
-    out, lse = KERNEL.reference(*args.values(), **kwargs)
+    assert inputs.unbatched
+    assert inputs.query.shape == (1, 8, 4, 16)
+    assert inputs.bias is not None
+    assert inputs.bias.shape == (1, 4, 8, 12)
+    out, lse = KERNEL.reference(inputs)
     assert (out.shape, lse.shape) == ((8, 4, 24), (4, 8))
-    inputs = KERNEL.inputs(*args.values(), **kwargs)
-    d_out, d_lse = KERNEL.cotangents(inputs, None, (out, lse), **kwargs)
+    d_out, d_lse = KERNEL.cotangents(inputs, (out, lse), (out, lse))
+    assert d_lse is not None
     assert (d_out.shape, d_lse.shape) == ((1, 8, 4, 24), (1, 4, 8))
 
 
 def test_numpy_and_lists():
-    args, _ = prepare(np.zeros((2, 8, 4, 16)), np.zeros((2, 12, 2, 16)), np.zeros((2, 12, 2, 24)))
-    assert args["query"].dtype == jnp.float32
-    assert prepare(softmax_aux=np.zeros(4))[0]["softmax_aux"].shape == (4, 1)
-    assert prepare(softmax_aux=np.zeros((4, 3)))[0]["softmax_aux"].shape == (4, 3)
+    inputs = prepare(np.zeros((2, 8, 4, 16)), np.zeros((2, 12, 2, 16)), np.zeros((2, 12, 2, 24)))
+    assert inputs.query.dtype == jnp.float32
+    for given, shape in (((4,), (4, 1)), ((4, 3), (4, 3))):
+        sinks = prepare(softmax_aux=np.zeros(given)).softmax_aux
+        assert sinks is not None
+        assert sinks.shape == shape
 
 
 @pytest.mark.parametrize(
@@ -162,13 +175,13 @@ def test_numpy_and_lists():
     ids=str,
 )
 def test_dropout_seeds(seed: Any, words: list[int]):
-    prepared = prepare(dropout_prob=0.5, dropout_seed=seed)[1]["dropout_seed"]
+    prepared = prepare(dropout_prob=0.5, dropout_seed=seed).dropout_seed
     assert prepared.dtype == np.uint32
     assert np.asarray(prepared).tolist() == words
 
 
 def test_a_seed_without_dropout_is_dropped():
-    assert prepare(dropout_seed=3)[1]["dropout_seed"] is None
+    assert prepare(dropout_seed=3).dropout_seed is None
 
 
 @pytest.mark.parametrize(
@@ -177,12 +190,12 @@ def test_a_seed_without_dropout_is_dropped():
      (["cuda", "xla"], (Platform.CUDA, Platform.XLA))],
 )  # fmt: skip
 def test_platforms(platform: Any, canonical: Any):
-    assert prepare(platform=platform)[1]["platform"] == canonical
+    assert prepare(platform=platform).platform == canonical
 
 
 def test_precision():
-    assert prepare(precision="highest")[1]["precision"] is jax.lax.Precision.HIGHEST
-    assert prepare(precision="BF16_BF16_F32")[1]["precision"] is jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+    assert prepare(precision="highest").precision is jax.lax.Precision.HIGHEST
+    assert prepare(precision="BF16_BF16_F32").precision is jax.lax.DotAlgorithmPreset.BF16_BF16_F32
 
 
 F32 = jnp.float32
@@ -281,7 +294,7 @@ def test_wrong_packed_arguments(kind: type[Exception], message: str, options: di
 @pytest.mark.parametrize("name", ["logits_soft_cap", "dropout_prob", "causal", "return_lse", "sliding_window"])
 def test_traced_options_say_so(name: str):
     with pytest.raises(TypeError, match=f"{name} must be .* known while tracing"):
-        jax.jit(lambda x: prepare(**{name: x})[0]["query"])(0.5)
+        jax.jit(lambda x: prepare(**{name: x}).query)(0.5)
 
 
 EVERYTHING = AttentionCase(
@@ -302,11 +315,10 @@ def test_traceable_with_every_array():
     eager = KERNEL.prepare(*arrays, **kwargs, **traced)
 
     def arrays_of(arrays, traced):
-        args, options = KERNEL.prepare(*arrays, **kwargs, **traced)
-        return args, options["dropout_seed"]
+        return KERNEL.prepare(*arrays, **kwargs, **traced)
 
     under_jit = jax.jit(arrays_of)(arrays, traced)
-    jax.tree.map(np.testing.assert_array_equal, under_jit, (eager[0], eager[1]["dropout_seed"]))
+    jax.tree.map(np.testing.assert_array_equal, under_jit, eager)
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arrays, traced))
     by_shape = arrays_of(*structs)
     assert jax.tree.map(lambda x: (x.shape, str(x.dtype)), by_shape) == jax.tree.map(
@@ -322,37 +334,34 @@ def test_sampled_inputs_fit_and_are_not_degenerate(packed: bool, inside_jit: boo
     if packed:
         case = AttentionCase("", q_length=40, kv_length=64, heads=2, head_dim=8, packed=True, causal=True)
         arrays, kwargs = case.arguments()
-    args, kwargs = KERNEL.prepare(*arrays, **kwargs)
-    invocation = Invocation(KERNEL, args, kwargs)
+    inputs = KERNEL.prepare(*arrays, **kwargs)
     sampled = []
 
     def draw(x):
-        sampled.append(KERNEL.sample_inputs(invocation, jax.random.key(3) if not inside_jit else key))
+        sampled.append(KERNEL.sampled(inputs.structs, jax.random.key(3) if not inside_jit else key))
         return x
 
     key = jax.random.key(3)
     (jax.jit(draw) if inside_jit else draw)(1.0)
-    [(sampled_args, sampled_kwargs)] = sampled
-    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((sampled_args, sampled_kwargs)))
+    [drawn] = sampled
+    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(drawn))
     got, want = ((jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
-                 for tree in (sampled_args, args))  # fmt: skip
+                 for tree in (drawn, inputs))  # fmt: skip
     assert got == want
-    assert set(sampled_kwargs) == set(kwargs)
-    mask = sampled_args[4].materialise(args[0].shape[1], args[1].shape[1])
+    mask = drawn.mask.materialise(inputs.q_length, inputs.kv_length)
     share = float(jnp.mean(mask))
     assert 0.02 < share < 0.98
-    out = KERNEL.reference(*sampled_args, **sampled_kwargs)
+    out = KERNEL.reference(drawn)
     assert bool(jnp.all(jnp.isfinite(out)))
-    again, _ = KERNEL.sample_inputs(invocation, jax.random.key(3))
-    jax.tree.map(np.testing.assert_array_equal, again, sampled_args)
+    ((again,), _) = KERNEL.sample_inputs(Invocation(KERNEL, (inputs.structs,)), jax.random.key(3))
+    jax.tree.map(np.testing.assert_array_equal, again, drawn)
 
 
 def test_cost():
     def cost(direction="forward", **options):
         case = AttentionCase("", batch=2, q_length=1024, heads=4, kv_heads=2, head_dim=64, dtype="bfloat16", **options)
         arrays, kwargs = case.arguments()
-        args, kwargs = KERNEL.prepare(*arrays, **kwargs)
-        return KERNEL.cost(Invocation(KERNEL, args, kwargs, direction=direction))
+        return KERNEL.cost(Invocation(KERNEL, (KERNEL.prepare(*arrays, **kwargs),), direction=direction))
 
     full = 4 * 2 * 4 * 1024 * 1024 * 64
     assert cost().flops == full
@@ -372,9 +381,8 @@ def test_named_cases_prepare(case: AttentionCase):
         | {"q_length": min(case.q_length, 16), "kv_length": 16}
     )
     arrays, kwargs = smaller.arguments()
-    args, kwargs = KERNEL.prepare(*arrays, **kwargs)
-    problem = KERNEL.problem(*args, **kwargs)
-    assert (problem.heads, problem.head_dim) == (case.heads, case.head_dim)
+    inputs = KERNEL.prepare(*arrays, **kwargs)
+    assert (inputs.heads, inputs.head_dim) == (case.heads, case.head_dim)
 
 
 def test_argument_list_covers_jax():

@@ -21,8 +21,8 @@ from tilewright.kernels.numerics.dropout import drawn_probability, keep_mask
 
 
 def run_reference(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    args, kwargs = FlashAttention().prepare(*args, return_lse=True, **kwargs)
-    return FlashAttention().reference(*args, **kwargs)
+    out, lse = FlashAttention().reference(FlashAttention().prepare(*args, return_lse=True, **kwargs))
+    return out, lse
 
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:
@@ -154,9 +154,8 @@ LOOP_CASES = [case for case in CASES if not case.mask_object]
 def test_agrees_with_loops(conformance_case: Any):
     case = dataclasses.replace(conformance_case.case, dtype="float32")
     arrays, options = case.arguments()
-    args, kwargs = FlashAttention().prepare(*arrays, **options)
     run = jax.jit(attention_reference, compiler_options={"xla_backend_optimization_level": 0})
-    out, lse = run(FlashAttention().inputs(*args, **kwargs))
+    out, lse = run(FlashAttention().prepare(*arrays, **options))
     want_out, want_lse = loops(case, arrays, options)
     np.testing.assert_allclose(out, want_out, atol=1e-5)
     np.testing.assert_allclose(lse, want_lse, atol=1e-5)
@@ -195,8 +194,7 @@ def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, bias: st
         causal=True, causal_alignment="bottom_right", lengths=True, dropout_prob=0.2,
     )  # fmt: skip
     arrays, options = case.arguments()
-    args, kwargs = FlashAttention().prepare(*arrays, **options)
-    inputs = FlashAttention().inputs(*args, **kwargs)
+    inputs = FlashAttention().prepare(*arrays, **options)
     d_out, d_lse = draw(2, 37, 4, 8), draw(2, 4, 37)
 
     def run():
@@ -214,8 +212,7 @@ def test_memory_at_length_16384():
     struct = jax.ShapeDtypeStruct((1, 16384, 8, 64), jnp.float32)
 
     def gradients(query, key, value):
-        args, kwargs = FlashAttention().prepare(query, key, value, causal=True)
-        return reference_gradients(FlashAttention().inputs(*args, **kwargs), query)
+        return reference_gradients(FlashAttention().prepare(query, key, value, causal=True), query)
 
     memory = jax.jit(gradients).lower(struct, struct, struct).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 1 << 30
@@ -242,11 +239,10 @@ def test_a_row_that_sees_nothing_has_zero_gradients():
 def test_narrow_oracle_is_less_exact():
     """The policy measures a backend's error by this one's."""
     arrays, options = AttentionCase("", q_length=64, heads=2, dtype="bfloat16").arguments()
-    args, kwargs = FlashAttention().prepare(*arrays, **options)
-    inputs = FlashAttention().inputs(*args, **kwargs)
+    inputs = FlashAttention().prepare(*arrays, **options)
     exact, narrow = attention_reference(inputs)[0], attention_reference(inputs, jnp.bfloat16)[0]
     assert (exact.dtype, narrow.dtype) == (jnp.float32, jnp.bfloat16)
     assert 1e-4 < float(jnp.max(jnp.abs(exact - narrow))) < 0.1
-    np.testing.assert_array_equal(FlashAttention().reference(*args, **kwargs), narrow)
-    wide = [array.astype(jnp.float32) for array in args[:3]]
-    np.testing.assert_array_equal(FlashAttention().reference(*wide, *args[3:], **kwargs), exact)
+    np.testing.assert_array_equal(FlashAttention().reference(inputs), narrow)
+    wide = {name: array.astype(jnp.float32) for name, array in inputs.arrays.items() if array is not None}
+    np.testing.assert_array_equal(FlashAttention().reference(inputs.replace(**wide)), exact)

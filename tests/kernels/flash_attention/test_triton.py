@@ -11,12 +11,13 @@ import pytest
 from tests.kernels.conftest import A100, H100
 from tests.kernels.flash_attention.conformance import inputs_of
 from tilewright.errors import UnsupportedError
+from tilewright.kernels.biases import AlibiBias
 from tilewright.kernels.flash_attention.cases import AttentionCase
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.triton.backend import TritonFlashAttention
 from tilewright.kernels.flash_attention.triton.params import Tiles, TritonBackwardParams, TritonForwardParams
-from tilewright.kernels.op.portfolio import Choice
+from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.triton import recorded_launches, requirements
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Device, Direction
@@ -32,14 +33,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "_package_reasons", list)
 
 
-def problem_of(dtype: Any = jnp.bfloat16, head_dim: int = 64, length: int = 128, **kwargs: Any) -> AttentionProblem:
+def call_of(dtype: Any = jnp.bfloat16, head_dim: int = 64, length: int = 128, **kwargs: Any) -> AttentionInputs:
     shape = (2, length, 4, head_dim)
-    args, kwargs = FlashAttention().prepare(*[jax.ShapeDtypeStruct(shape, dtype)] * 3, **kwargs)
-    return FlashAttention().problem(*args, **kwargs)
+    return FlashAttention().prepare(*[jax.ShapeDtypeStruct(shape, dtype)] * 3, **kwargs)
 
 
 def reasons(device: Device = H100, direction: Direction = "forward", **kwargs: Any) -> list[str]:
-    return BACKEND.not_supported_reasons(problem_of(**kwargs), device, direction)
+    return BACKEND.not_supported_reasons(call_of(**kwargs), device, direction)
 
 
 @pytest.mark.parametrize("device", [A100, ADA, H100], ids=lambda device: device.name)
@@ -52,9 +52,10 @@ def test_what_it_serves(device: Device, direction: Direction):
 @pytest.mark.parametrize(
     ("said", "options"),
     [
-        ("head dims go to 256, got problem.head_dim=257", {"head_dim": 257}),
-        ("float32, float16 or bfloat16, got problem.dtype=dtype(float8_e4m3fn)", {"dtype": jnp.float8_e4m3fn}),
+        ("head dims go to 256, got inputs.head_dim=257", {"head_dim": 257}),
+        ("float32, float16 or bfloat16, got inputs.dtype=dtype(float8_e4m3fn)", {"dtype": jnp.float8_e4m3fn}),
         ("counted by 32 bits", {"length": 1 << 23}),
+        ("does not serve position_bias", {"bias": AlibiBias(jax.ShapeDtypeStruct((4,), jnp.float32))}),
     ],
 )
 def test_what_it_declines(said: str, options: dict[str, Any]):
@@ -75,18 +76,18 @@ def test_candidates_fit(device: Device, dtype: Any, head_dim: int):
     directions: tuple[Direction, ...] = ("forward", "backward")
     for direction in directions:
         for options in ({}, {"bias": jax.ShapeDtypeStruct((128, 128), jnp.float32)}):
-            problem = problem_of(dtype, head_dim, **options)
-            candidates = BACKEND.candidates(problem, device, direction)
-            assert candidates[0] == BACKEND.heuristic(problem, device, direction)
+            inputs = call_of(dtype, head_dim, **options)
+            candidates = BACKEND.candidates(inputs, device, direction)
+            assert candidates[0] == BACKEND.heuristic(inputs, device, direction)
             assert len(set(candidates)) == len(candidates) <= 8
             repeats = [params.deterministic for params in candidates if isinstance(params, TritonBackwardParams)]
             assert direction == "forward" or any(repeats)
-            assert not any(BACKEND.config_reasons(problem, device, direction, params) for params in candidates)
+            assert not any(BACKEND.config_reasons(inputs, device, direction, params) for params in candidates)
 
 
 def test_configs():
     big = TritonForwardParams(Tiles(256, 256, 8, 4))
-    (why,) = BACKEND.config_reasons(problem_of(head_dim=256), H100, "forward", big)
+    (why,) = BACKEND.config_reasons(call_of(head_dim=256), H100, "forward", big)
     assert "bytes of shared memory" in why
     with pytest.raises(ValueError, match="deterministic must be true or false"):
         TritonBackwardParams(deterministic=1)  # type: ignore[arg-type]

@@ -1,6 +1,5 @@
 """What is XLA flash attention's own: tiles, steps, schedules, sharding, vmap; its conformance has a file of its own."""
 
-import dataclasses
 import functools
 import re
 from typing import Any
@@ -15,15 +14,14 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support.suites import crossed, sampled
-from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
-from tilewright.kernels.flash_attention.problem import AttentionProblem
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.xla import backward
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.flash_attention.xla.backward import attention_backward
 from tilewright.kernels.flash_attention.xla.forward import attention_forward
 from tilewright.kernels.flash_attention.xla.tiles import Tiling, is_unrolled, schedule
 from tilewright.kernels.masks import CausalMask, ExplicitMask, LengthMask, Mask, SegmentMask, TileGrid, WindowMask
-from tilewright.kernels.numerics.dropout import drawn_probability, keep_mask
+from tilewright.kernels.numerics.dropout import keep_mask
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
@@ -44,7 +42,6 @@ def draw_inputs(
     **options: Any,
 ) -> AttentionInputs:
     batch, q_length, kv_length, heads, kv_heads = shape
-    options["dropout_prob"] = drawn_probability(options.get("dropout_prob", 0.0))
     random = np.random.default_rng(seed)
 
     def normal(*sizes: int) -> jax.Array:
@@ -54,28 +51,27 @@ def draw_inputs(
         normal(batch, q_length, heads, dims[0]),
         normal(batch, kv_length, kv_heads, dims[0]),
         normal(batch, kv_length, kv_heads, dims[1]),
-        None if bias is None else normal(*bias),
-        mask,
-        normal(heads, sinks) if sinks else None,
-        jnp.array([seed, 7], jnp.uint32) if options["dropout_prob"] else None,
-        AttentionOptions(**({"softmax_scale": 0.3} | options)),
+        bias=None if bias is None else normal(*bias),
+        mask=mask,
+        softmax_aux=normal(heads, sinks) if sinks else None,
+        dropout_seed=jnp.array([seed, 7], jnp.uint32) if options.get("dropout_prob") else None,
+        **({"softmax_scale": 0.3} | options),
     )
 
 
 def brute_force(inputs: AttentionInputs, d_out: Any, d_lse: Any) -> dict[str, Any]:
     """Results and gradients written out in float64 numpy, the gradients by the formulas of the softmax's derivative."""
-    options = inputs.options
     batch, q_length, heads, _ = inputs.query.shape
     kv_length, kv_heads = inputs.key.shape[1:3]
     query, key, value = (np.asarray(x, np.float64) for x in (inputs.query, inputs.key, inputs.value))
     key, value = (np.repeat(x, heads // kv_heads, axis=2) for x in (key, value))
-    x = options.softmax_scale * np.einsum("bqhd,bkhd->bhqk", query, key)
+    x = inputs.softmax_scale * np.einsum("bqhd,bkhd->bhqk", query, key)
     if inputs.bias is not None:
         x = x + np.asarray(inputs.bias, np.float64)
     slope = np.ones_like(x)
-    if options.logits_soft_cap is not None:
-        bent = np.tanh(x / options.logits_soft_cap)
-        x, slope = bent * options.logits_soft_cap, 1 - bent**2
+    if inputs.logits_soft_cap is not None:
+        bent = np.tanh(x / inputs.logits_soft_cap)
+        x, slope = bent * inputs.logits_soft_cap, 1 - bent**2
     if inputs.mask is not None:
         x = np.where(np.asarray(inputs.mask.materialise(q_length, kv_length)), x, -np.inf)
     count = 0 if inputs.softmax_aux is None else inputs.softmax_aux.shape[1]
@@ -88,10 +84,9 @@ def brute_force(inputs: AttentionInputs, d_out: Any, d_lse: Any) -> dict[str, An
         lse = (np.where(np.isneginf(greatest), 0, greatest) + np.log(total))[..., 0]
     p = weights / np.where(total == 0, 1, total)
     keep = np.ones((batch, heads, q_length, kv_length))
-    if options.dropout_prob:
-        keep = np.asarray(keep_mask(inputs.dropout_seed, *keep.shape, options.dropout_prob)) / (
-            1 - options.dropout_prob
-        )
+    if inputs.dropout_seed is not None:
+        prob = inputs.drawn_dropout
+        keep = np.asarray(keep_mask(inputs.dropout_seed, *keep.shape, prob)) / (1 - prob)
     d_out, d_lse = np.asarray(d_out, np.float64), np.asarray(d_lse, np.float64)
     kept = p[..., :kv_length] * keep
     d_p = np.einsum("bqhv,bkhv->bhqk", d_out, value) * keep
@@ -99,11 +94,11 @@ def brute_force(inputs: AttentionInputs, d_out: Any, d_lse: Any) -> dict[str, An
     d_x = p * (d_p - (p * d_p).sum(-1, keepdims=True) + d_lse[..., None])
     d_logits = d_x[..., :kv_length] * slope
     split = (batch, kv_length, kv_heads, heads // kv_heads)
-    d_key = options.softmax_scale * np.einsum("bhqk,bqhd->bkhd", d_logits, query)
+    d_key = inputs.softmax_scale * np.einsum("bhqk,bqhd->bkhd", d_logits, query)
     gradients = {
         "out": np.einsum("bhqk,bkhv->bqhv", kept, value),
         "lse": lse,
-        "query": options.softmax_scale * np.einsum("bhqk,bkhd->bqhd", d_logits, key),
+        "query": inputs.softmax_scale * np.einsum("bhqk,bkhd->bqhd", d_logits, key),
         "key": d_key.reshape(*split, key.shape[-1]).sum(3),
         "value": np.einsum("bhqk,bqhv->bkhv", kept, d_out).reshape(*split, value.shape[-1]).sum(3),
     }
@@ -180,7 +175,7 @@ def test_steps_and_masks(name: str, steps: tuple[int, int]):
     inputs = draw_inputs(mask=MASKS[name], bias=(1, 4, 33, 47), sinks=2, logits_soft_cap=3.0, dropout_prob=0.25)
     d = cotangents(inputs)
     if steps == (2, 1):
-        inputs = dataclasses.replace(inputs, bias=inputs.bias[:, :1, :1])
+        inputs = inputs.replace(bias=inputs.bias[:, :1, :1])
     check(compiled_both(inputs, *d, tiling_of(inputs, 16, 8, *steps)), brute_force(inputs, *d))
 
 
@@ -231,7 +226,7 @@ def test_nothing_to_attend_to(shape: tuple[int, int, int, int, int], sinks: int)
 def test_a_sum_over_a_tile_that_float16_cannot_hold():
     """Weights are normalised at the end: until then the sum of 128 values of 1000 is 128000."""
     inputs = draw_inputs((1, 16, 256, 2, 1), dtype=jnp.float16)
-    inputs = dataclasses.replace(inputs, query=jnp.zeros_like(inputs.query), value=jnp.full_like(inputs.value, 1000.0))
+    inputs = inputs.replace(query=jnp.zeros_like(inputs.query), value=jnp.full_like(inputs.value, 1000.0))
     out, _ = BACKEND.forward(inputs, FwdParams(q_blocksize=16, kv_blocksize=128))
     np.testing.assert_array_equal(out, 1000.0)
 
@@ -253,7 +248,7 @@ def test_visits_no_empty_tile_and_masks_no_full_one():
     assert (int(partial), int(full)) == (8, 4)
 
     inputs = draw_inputs((1, 64, 64, 2, 2), mask=LengthMask(None, jnp.array([20])))
-    poisoned = dataclasses.replace(inputs, value=inputs.value.at[:, 24:].set(jnp.nan))
+    poisoned = inputs.replace(value=inputs.value.at[:, 24:].set(jnp.nan))
     out, _ = BACKEND.forward(poisoned, FwdParams(q_blocksize=8, kv_blocksize=8))
     assert np.all(np.isfinite(out))
 
@@ -323,8 +318,9 @@ def test_in_shard_map():
     inputs = draw_inputs((4, 33, 47, 4, 2), mask=CausalMask(), sinks=1, bias=(1, 4, 33, 1))
     d = cotangents(inputs)
     rows, lse = PartitionSpec("data", None, "model"), PartitionSpec("data", "model")
-    specs = dataclasses.replace(inputs, query=rows, key=rows, value=rows)
-    specs = dataclasses.replace(specs, softmax_aux=PartitionSpec("model"), bias=PartitionSpec(None, "model"))
+    specs = inputs.replace(
+        query=rows, key=rows, value=rows, softmax_aux=PartitionSpec("model"), bias=PartitionSpec(None, "model")
+    )
     results = dict.fromkeys(("out", "query", "key", "value"), rows)
     results |= {"lse": lse, "softmax_aux": PartitionSpec("model"), "bias": PartitionSpec(None, "model")}
 
@@ -350,10 +346,10 @@ def test_memory_is_linear_in_the_length():
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("shape", [(1, 4096, 4096, 8, 8), (8, 1, 2048, 8, 2), (2, 1000, 37, 4, 1), (1, 1, 0, 1, 1)])
 def test_candidates(shape: tuple[int, int, int, int, int], direction: Direction):
-    problem = AttentionProblem.of(draw_inputs(shape))
-    assert BACKEND.not_supported_reasons(problem, current_device(), direction) == []
-    best = BACKEND.heuristic(problem, current_device(), direction)
-    candidates = list(BACKEND.candidates(problem, current_device(), direction))
+    inputs = draw_inputs(shape).structs
+    assert BACKEND.not_supported_reasons(inputs, current_device(), direction) == []
+    best = BACKEND.heuristic(inputs, current_device(), direction)
+    candidates = list(BACKEND.candidates(inputs, current_device(), direction))
     assert candidates[0] == best
     assert len(set(candidates)) == len(candidates) <= 10
     if shape[1] == 4096:
@@ -364,8 +360,8 @@ def test_candidates(shape: tuple[int, int, int, int, int], direction: Direction)
 
 def test_tiles_are_finer_where_the_mask_empties_more():
     def block(length: int, mask: Mask | None) -> int | None:
-        problem = AttentionProblem.of(draw_inputs((1, length, length, 2, 2), mask=mask))
-        return BACKEND.heuristic(problem, current_device(), "forward").q_blocksize
+        inputs = draw_inputs((1, length, length, 2, 2), mask=mask).structs
+        return BACKEND.heuristic(inputs, current_device(), "forward").q_blocksize
 
     assert block(2048, None) == 512
     assert block(4096, CausalMask()) == 512

@@ -13,7 +13,7 @@ import pytest
 from tests.kernels.grouped_matmul.oracle import Found, oracle
 from tests.support.suites import sampled
 from tilewright.kernels.grouped_matmul.cases import GroupedMatmulCase
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.grouped_matmul.op import GroupedMatmul
 from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.tuning.numerics import violations
@@ -71,15 +71,13 @@ FUZZED = _case("fuzzed", rows=53, k=16, n=24, groups=7)
 
 def inputs_of(case: GroupedMatmulCase, seed: int = 0) -> GroupedInputs:
     """A backend's inputs."""
-    kernel = GroupedMatmul()
     args, kwargs = case.arguments(seed)
-    args, kwargs = kernel.prepare(*args, **kwargs)
-    return kernel.inputs(*args, **kwargs)
+    return GroupedMatmul().prepare(*args, **kwargs)
 
 
 def cotangent_of(inputs: GroupedInputs, seed: int = 1) -> Any:
     drawn = np.random.default_rng(seed).standard_normal(inputs.out_shape)
-    return jnp.asarray(drawn, inputs.options.out_dtype)
+    return jnp.asarray(drawn, inputs.out_dtype)
 
 
 def random_sizes(random: np.random.Generator, rows: int, groups: int) -> np.ndarray[Any, Any]:
@@ -101,7 +99,7 @@ def check(got: Found, want: Found, where: str = "") -> None:
 class GroupedConformance:
     """A backend gives what the definition gives in float64, in every case and direction that it declares to support."""
 
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]]
+    backend: ClassVar[Implementation[Any, Any, Any, Any]]
 
     def machine(self) -> AbstractContextManager[Any]:
         """What stands in for the device, if it is not there."""
@@ -115,18 +113,18 @@ class GroupedConformance:
         """The case, in dtypes that the backend serves."""
         return case
 
-    def params(self, problem: GroupedProblem) -> tuple[Any, Any]:
+    def params(self, inputs: GroupedInputs) -> tuple[Any, Any]:
         """Params of the forward and of the backward pass."""
         raise NotImplementedError
 
     def reasons(self, inputs: GroupedInputs, direction: Direction) -> list[str]:
-        return self.backend.not_supported_reasons(GroupedProblem.of(inputs), self.device(), direction)
+        return self.backend.not_supported_reasons(inputs, self.device(), direction)
 
     def compiled(self, inputs: GroupedInputs) -> Any:
         """All that the backend declares to support of a call, as a function; skips the test if that is nothing."""
         if declined := self.reasons(inputs, "forward"):
             pytest.skip("; ".join(declined))
-        forward, backward = self.params(GroupedProblem.of(inputs))
+        forward, backward = self.params(inputs)
         if self.reasons(inputs, "backward"):
             backward = None
 
@@ -156,7 +154,7 @@ class GroupedConformance:
         assert {each: x.dtype.name for each, x in got.items()} == {
             each: dtype
             for each, dtype in (
-                ("out", inputs.options.out_dtype),
+                ("out", inputs.out_dtype),
                 ("d_lhs", inputs.lhs.dtype.name),
                 ("d_rhs", inputs.rhs.dtype.name),
             )
@@ -171,7 +169,7 @@ class GroupedConformance:
         d_out, run, random = cotangent_of(inputs), self.compiled(inputs), np.random.default_rng(2)
         for _ in range(40):
             sizes = random_sizes(random, FUZZED.rows, FUZZED.groups)
-            each = dataclasses.replace(inputs, group_sizes=jnp.asarray(sizes))
+            each = inputs.replace(group_sizes=jnp.asarray(sizes))
             self.check(run(each, d_out), each, d_out, str(sizes))
 
     def test_rows_of_nobody_reach_nothing(self):
@@ -182,7 +180,7 @@ class GroupedConformance:
         want = run(inputs, clean_cotangent)
         for poison in (np.nan, np.inf):
             lhs, d_out = (x.at[count:].set(poison) for x in (inputs.lhs, clean_cotangent))
-            got = run(dataclasses.replace(inputs, lhs=lhs), d_out)
+            got = run(inputs.replace(lhs=lhs), d_out)
             jax.tree.map(np.testing.assert_array_equal, got, want)
         for name in got.keys() & {"out", "d_lhs"}:
             assert not np.any(got[name][count:])
@@ -191,7 +189,7 @@ class GroupedConformance:
         inputs = inputs_of(dataclasses.replace(self.adapted(FUZZED), sizes=(9, 0, 13, 8, 4, 4, 6)))
         d_out, run = cotangent_of(inputs), self.compiled(inputs)
         want = run(inputs, d_out)
-        got = run(dataclasses.replace(inputs, lhs=inputs.lhs.at[12].set(jnp.nan)), d_out)
+        got = run(inputs.replace(lhs=inputs.lhs.at[12].set(jnp.nan)), d_out)
         others = np.arange(FUZZED.rows) != 12
         assert np.all(np.isnan(got["out"][12]))
         np.testing.assert_array_equal(got["out"][others], want["out"][others])

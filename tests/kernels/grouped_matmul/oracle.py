@@ -34,7 +34,7 @@ def oracle(inputs: GroupedInputs, d_out: Any) -> Found:
     lhs, rhs, d_out = (np.asarray(x).astype(np.float64) for x in (inputs.lhs, inputs.rhs, d_out))
     of_lhs, of_rhs = _scaled(lhs, inputs.lhs_scale, (1,)), _scaled(rhs, inputs.rhs_scale, (1, 2))
     lhs, rhs = lhs * of_lhs, rhs * of_rhs
-    transposed = inputs.options.transpose_rhs
+    transposed = inputs.transpose_rhs
     matrices = rhs.transpose(0, 2, 1) if transposed else rhs
     out = np.zeros((lhs.shape[0], matrices.shape[2]))
     d_lhs, d_matrices = np.zeros_like(lhs), np.zeros_like(matrices)

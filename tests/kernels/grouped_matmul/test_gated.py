@@ -18,7 +18,7 @@ from tests.support.suites import sampled
 from tilewright.kernels.grouped_matmul.cases import GatedGroupedMatmulCase
 from tilewright.kernels.grouped_matmul.xla.params import XlaBlockParams, XlaGatedBackwardParams
 from tilewright.kernels.numerics.activations import ACTIVATIONS
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import gated_grouped_matmul, grouped_matmul
 from tilewright.ops.utils.serialize import tagged, untagged
 

@@ -17,16 +17,15 @@ from tests.kernels.matmul.gates import gate_oracle, near
 from tests.kernels.matmul.test_glu import arrays_of as glu_arrays_of
 from tests.support.suites import sampled
 from tilewright.kernels.grouped_matmul.gated import GatedGroupedMatmul
-from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedOptions, GatedProblem
+from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs
 from tilewright.kernels.grouped_matmul.triton.gated import TritonGatedGroupedMatmul
 from tilewright.kernels.grouped_matmul.triton.gated_params import TritonGatedBackwardParams, TritonGatedForwardParams
 from tilewright.kernels.grouped_matmul.triton.glu import TritonGlu
 from tilewright.kernels.matmul.glu import Glu
-from tilewright.kernels.matmul.inputs import GluInputs, GluOptions, GluProblem
+from tilewright.kernels.matmul.inputs import GluInputs
 from tilewright.kernels.matmul.xla import XlaGlu
 from tilewright.kernels.numerics.activations import ACTIVATIONS
-from tilewright.kernels.op.backend import Platform
-from tilewright.kernels.op.portfolio import Choice
+from tilewright.kernels.op.choice import Choice, Platform
 from tilewright.kernels.triton import recorded_launches
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.kernels.triton.matmul import TritonTile
@@ -42,7 +41,7 @@ BACKWARD = TritonGatedBackwardParams(TILE, TILE)
 
 
 def inputs_of(lhs: Any, gate: Any, up: Any, sizes: Any, activation: str = "silu", offset: Any = None) -> GatedInputs:
-    return GatedInputs(lhs, gate, up, sizes, offset, GatedOptions(lhs.dtype.name, activation))
+    return GatedInputs(lhs, gate, up, sizes, lhs.dtype.name, activation, offset)
 
 
 def both(inputs: GatedInputs, d_out: Any, backward: TritonGatedBackwardParams = BACKWARD) -> dict[str, Any]:
@@ -130,11 +129,11 @@ def test_pre_activations_are_written_for_gradients_alone(name: str):
     kernel: Any = GatedGroupedMatmul()
     if name == "glu":
         arrays, kernel = (arrays[0], arrays[1][0], arrays[2][0]), Glu()
-    args, kwargs = kernel.prepare(*arrays)
+    inputs = kernel.prepare(*arrays)
     cfg, shape = Choice(Platform.TRITON, None, FORWARD), (1, BASE.rows, BASE.n)
     with interpret_triton(), recorded_launches() as launches:
-        out = jax.block_until_ready(kernel.run(*args, cfg=cfg, **kwargs))
-        again, kept = jax.block_until_ready(kernel.forward_with_residuals(*args, cfg=cfg, **kwargs))
+        out = jax.block_until_ready(kernel.run(inputs, cfg=cfg))
+        again, kept = jax.block_until_ready(kernel.forward_with_residuals(inputs, cfg=cfg))
     assert [[x.shape for x in each.outputs] for each in launches] == [[shape, (0,), (0,)], [shape] * 3]
     np.testing.assert_array_equal(again, out)
     np.testing.assert_allclose(jax.nn.silu(kept[0]) * kept[1], out, rtol=1e-5, atol=1e-6)
@@ -159,7 +158,7 @@ def test_glu(leading: Any):
     backend = TritonGlu()
 
     def run(x: Any, gate: Any, up: Any, d_out: Any) -> dict[str, Any]:
-        inputs = GluInputs(x, gate, up, GluOptions("float32", "silu"))
+        inputs = GluInputs(x, gate, up, "float32", "silu")
         out, *kept = backend.forward(inputs, FORWARD)
         gradients = backend.backward(inputs, kept, d_out, BACKWARD)
         return {"out": out} | {f"d_{name}": each for name, each in gradients.items()}
@@ -172,24 +171,24 @@ def test_glu(leading: Any):
 
 
 def test_glu_comes_behind_xla():
-    problem = GluProblem.of(GluInputs(*glu_arrays_of()[:3], GluOptions("float32", "silu")))
-    assert TritonGlu().deprioritized(problem, H100, "forward")
-    assert not XlaGlu().deprioritized(problem, H100, "forward")
+    inputs = GluInputs(*glu_arrays_of()[:3], "float32", "silu")
+    assert TritonGlu().deprioritized(inputs, H100, "forward")
+    assert not XlaGlu().deprioritized(inputs, H100, "forward")
 
 
 def test_what_it_declines():
     def reasons(device: Device = A100, **dtypes: Any) -> str:
-        problem = GatedProblem.of(inputs_of(*arrays_of()[:4]))
-        changed = {f"{name}_dtype": jnp.dtype(dtype) for name, dtype in dtypes.items()}
-        return "; ".join(BACKEND.not_supported_reasons(dataclasses.replace(problem, **changed), device, "forward"))
+        inputs = inputs_of(*arrays_of()[:4]).structs
+        changed = {name: jax.ShapeDtypeStruct(inputs.arrays[name].shape, dtype) for name, dtype in dtypes.items()}
+        return "; ".join(BACKEND.not_supported_reasons(inputs.replace(**changed), device, "forward"))
 
     assert not reasons()
     assert "up must be one of" in reasons(up="float8_e4m3fn")
     assert "lhs must be one of" in reasons(lhs="float64", gate="float64", up="float64")
     assert "all must have one dtype, got lhs float32, gate bfloat16, up float32" in reasons(gate="bfloat16")
     assert "needs a CUDA GPU" in reasons(Device("cpu", "cpu"))
-    problem = GluProblem.of(GluInputs(*glu_arrays_of()[:3], GluOptions("float32", "silu")))
-    large = dataclasses.replace(problem, k=1 << 16, n=1 << 15, x_dtype=jnp.dtype("bfloat16"))
+    rows, matrix = jax.ShapeDtypeStruct((4, 1 << 16), "bfloat16"), jax.ShapeDtypeStruct((1 << 16, 1 << 15), "float32")
+    large = GluInputs(rows, matrix, matrix, "float32", "silu")  # type: ignore[arg-type]
     said = "; ".join(TritonGlu().not_supported_reasons(large, A100, "forward"))
     assert "counted by 32 bits" in said
     assert "all must have one dtype, got x bfloat16" in said
@@ -198,10 +197,10 @@ def test_what_it_declines():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("groups", [2, 64])
 def test_params(dtype: str, groups: int):
-    problem = GatedProblem.of(inputs_of(*arrays_of(rows=512, k=32, n=32, groups=groups, dtype=dtype)[:4]))
+    inputs = inputs_of(*arrays_of(rows=512, k=32, n=32, groups=groups, dtype=dtype)[:4])
     for direction in ("forward", "backward"):
-        listed = list(BACKEND.candidates(problem, A100, direction))
+        listed = list(BACKEND.candidates(inputs, A100, direction))
         assert len(listed) == len(set(listed)) > 1
         for params in listed:
             assert untagged(tagged(params)) == params
-            assert BACKEND.footprints(problem, A100, direction, params)
+            assert BACKEND.footprints(inputs, A100, direction, params)

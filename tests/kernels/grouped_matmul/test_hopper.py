@@ -20,15 +20,16 @@ from tests.kernels.matmul.gates import near
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
 from tilewright.kernels.grouped_matmul.cases import GroupedMatmulCase
-from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedOptions
+from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs
 from tilewright.kernels.grouped_matmul.hopper import products
 from tilewright.kernels.grouped_matmul.hopper.backend import HopperGroupedMatmul
 from tilewright.kernels.grouped_matmul.hopper.gated import HopperGatedGroupedMatmul
 from tilewright.kernels.grouped_matmul.hopper.params import HopperGatedBackwardParams, HopperGroupedBackwardParams
-from tilewright.kernels.grouped_matmul.inputs import GroupedProblem
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
+from tilewright.kernels.grouped_matmul.op import GroupedMatmul
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.op.backend import Implementation
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.ops.types import Device
 from tilewright.ops.utils.serialize import tagged, untagged
 
@@ -49,7 +50,7 @@ def few_sms() -> Iterator[None]:
 class TestHopper(GroupedConformance):
     """Two consumers, and a cluster along the rows."""
 
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = BACKEND
+    backend: ClassVar[Implementation[Any, Any, Any, Any]] = BACKEND
 
     def machine(self) -> AbstractContextManager[Any]:
         return interpret_mosaic()
@@ -60,13 +61,13 @@ class TestHopper(GroupedConformance):
     def adapted(self, case: GroupedMatmulCase) -> GroupedMatmulCase:
         return dataclasses.replace(case, dtype="float16" if case.dtype == "float16" else "bfloat16", rhs_dtype=None)
 
-    def params(self, problem: GroupedProblem) -> tuple[Any, Any]:
+    def params(self, inputs: GroupedInputs) -> tuple[Any, Any]:
         return PAIR, HopperGroupedBackwardParams(SIDE, PAIR)
 
 
 def everything(case: GroupedMatmulCase, forward: MatmulParams, backward: HopperGroupedBackwardParams) -> None:
     inputs = inputs_of(case)
-    d_out = jnp.asarray(np.random.default_rng(0).standard_normal(inputs.out_shape), inputs.options.out_dtype)
+    d_out = jnp.asarray(np.random.default_rng(0).standard_normal(inputs.out_shape), inputs.out_dtype)
 
     def both(inputs: Any, d_out: Any) -> dict[str, Any]:
         gradients = BACKEND.backward(inputs, None, d_out, backward)
@@ -131,7 +132,7 @@ def test_gated(activation: Any, recompute: MatmulParams | None):
 def test_gated_without_gradients_stores_one_array():
     lhs, gate, up, sizes, _ = arrays_of(rows=64, k=72, n=136, groups=2, dtype="bfloat16")
     kernel = HopperGatedGroupedMatmul()
-    inputs = GatedInputs(lhs, gate, up, sizes, None, GatedOptions("bfloat16", "silu"), keeps=False)
+    inputs = GatedInputs(lhs, gate, up, sizes, "bfloat16", "silu", keeps=False)
     with interpret_mosaic():
         out, *rest = kernel.forward(inputs, MatmulParams(64, 128, 2))
     assert rest == [None, None]
@@ -140,8 +141,8 @@ def test_gated_without_gradients_stores_one_array():
 
 def test_what_it_declines():
     def reasons(name: str, direction: Any = "forward", device: Device = H100, **fields: Any) -> str:
-        problem = GroupedProblem.of(inputs_of(dataclasses.replace(CASES[name], **fields)))
-        return "; ".join(BACKEND.not_supported_reasons(problem, device, direction))
+        inputs = inputs_of(dataclasses.replace(CASES[name], **fields))
+        return "; ".join(BACKEND.not_supported_reasons(inputs, device, direction))
 
     assert not reasons("bfloat16")
     assert not reasons("offset", "backward")
@@ -171,18 +172,17 @@ def test_float8(name: str, dtype: str):
         preferred_element_type="float32", **SCALES[name],
     )  # fmt: skip
     inputs = inputs_of(case)
-    problem = GroupedProblem.of(inputs)
-    assert not BACKEND.not_supported_reasons(problem, H100, "forward")
-    assert BACKEND.config_reasons(problem, H100, "forward", MatmulParams(64, 128, 2, turns=True))
-    assert BACKEND.not_supported_reasons(problem, H100, "backward")
+    assert not BACKEND.not_supported_reasons(inputs, H100, "forward")
+    assert BACKEND.config_reasons(inputs, H100, "forward", MatmulParams(64, 128, 2, turns=True))
+    assert BACKEND.not_supported_reasons(inputs, H100, "backward")
     for params in (MatmulParams(128, 256, 2, cluster_m=2), MatmulParams(64, 128, 2)):
         with interpret_mosaic():
             out = jax.block_until_ready(jax.jit(functools.partial(BACKEND.forward, params=params))(inputs))
         check({"out": out}, {"out": oracle(inputs, jnp.zeros_like(out))["out"]})
-    assert BACKEND.config_reasons(problem, H100, "forward", MatmulParams(128, 64, 2))
-    listed = list(BACKEND.candidates(problem, H100, "forward"))
+    assert BACKEND.config_reasons(inputs, H100, "forward", MatmulParams(128, 64, 2))
+    listed = list(BACKEND.candidates(inputs, H100, "forward"))
     assert listed
-    assert all(not BACKEND.config_reasons(problem, H100, "forward", params) for params in listed)
+    assert all(not BACKEND.config_reasons(inputs, H100, "forward", params) for params in listed)
 
 
 @pytest.mark.parametrize("params", [MatmulParams(128, 256, 2, cluster_m=2, band=1), MatmulParams(192, 128, 3, band=2)])
@@ -200,16 +200,17 @@ def test_no_races_of_float8(params: MatmulParams):
 @pytest.mark.parametrize("groups", [1, 8, 64, 300])
 @pytest.mark.parametrize("rows", [1, 64, 8192])
 def test_params(rows: int, groups: int):
-    case = GroupedMatmulCase("", rows=1, k=64, n=4096, groups=1, dtype="bfloat16")
-    problem = dataclasses.replace(GroupedProblem.of(inputs_of(case)), rows=rows, groups=groups, matrices=groups)
+    struct = jax.ShapeDtypeStruct
+    arrays = struct((rows, 64), "bfloat16"), struct((groups, 64, 4096), "bfloat16"), struct((groups,), "int32")
+    inputs = GroupedMatmul().prepare(*arrays)  # type: ignore[arg-type]
     for direction in ("forward", "backward"):
-        listed = list(BACKEND.candidates(problem, H100, direction))
+        listed = list(BACKEND.candidates(inputs, H100, direction))
         assert len(listed) == len(set(listed)) > 1
-        assert BACKEND.heuristic(problem, H100, direction) == listed[0]
+        assert BACKEND.heuristic(inputs, H100, direction) == listed[0]
         for params in listed:
             assert untagged(tagged(params)) == params
-            assert not BACKEND.config_reasons(problem, H100, direction, params)
-    assert BACKEND.config_reasons(problem, H100, "forward", MatmulParams(128, 256, 5))
+            assert not BACKEND.config_reasons(inputs, H100, direction, params)
+    assert BACKEND.config_reasons(inputs, H100, "forward", MatmulParams(128, 256, 5))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import tilewright
 from tests.kernels.grouped_matmul.conformance import FUZZED, check, random_sizes
 from tests.kernels.grouped_matmul.oracle import oracle
 from tilewright.kernels.grouped_matmul.cases import CASES, GroupedMatmulCase
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedOptions
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.grouped_matmul.op import GroupedMatmul
 from tilewright.kernels.op.roofline import min_ms
 from tilewright.modules import grouped_matmul
@@ -27,7 +27,7 @@ def operands(seed: int = 0, **fields: Any) -> tuple[Any, ...]:
 
 
 def expected(lhs: Any, rhs: Any, sizes: Any, d_out: Any, offset: Any = None) -> dict[str, Any]:
-    return oracle(GroupedInputs(lhs, rhs, sizes, offset, None, None, GroupedOptions("float32")), d_out)
+    return oracle(GroupedInputs(lhs, rhs, sizes, "float32", offset), d_out)
 
 
 def all_of(lhs: Any, rhs: Any, sizes: Any, d_out: Any, **options: Any) -> dict[str, Any]:
@@ -203,15 +203,19 @@ def test_what_it_does_not_take(error: type[Exception], said: str, change: Any):
 
 def test_tuning_draws_sizes_that_sum_to_the_rows():
     lhs, rhs, sizes, _ = operands(rows=64, groups=8)
-    inv, _ = prepared(GroupedMatmul(), (lhs, rhs[:2], sizes), {"group_offset": 3, "rhs_scale": 2.0})
+    kernel = GroupedMatmul()
+    inputs = kernel.prepare(lhs, rhs[:2], sizes, group_offset=3, rhs_scale=2.0).structs
     seen = set()
     for seed in range(4):
-        (_, _, drawn), options = GroupedMatmul().sample_inputs(inv, jax.random.key(seed))
+        sample = kernel.sampled(inputs, jax.random.key(seed))
+        drawn = sample.group_sizes
         assert drawn.dtype == np.int32
         assert drawn.sum() == 64
         assert drawn.min() >= 0
-        assert 0 <= options["group_offset"] <= 6
-        assert options["rhs_scale"] > 0
+        assert sample.group_offset is not None
+        assert 0 <= sample.group_offset <= 6
+        assert sample.rhs_scale is not None
+        assert sample.rhs_scale > 0
         seen.add(tuple(drawn.tolist()))
     assert len(seen) == 4
 

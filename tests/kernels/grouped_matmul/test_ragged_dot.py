@@ -9,10 +9,10 @@ import pytest
 
 from tests.kernels.conftest import H100
 from tests.kernels.grouped_matmul.conformance import CASES, GroupedConformance, inputs_of
-from tilewright.kernels.grouped_matmul.inputs import GroupedProblem
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.grouped_matmul.ragged_dot import RaggedDot
 from tilewright.kernels.op.backend import Implementation
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import grouped_matmul
 from tilewright.ops import BwdParams, FwdParams
 from tilewright.ops.utils.device import current_device
@@ -21,24 +21,26 @@ CONFIG = PerDirection(Choice("xla", "ragged_dot", FwdParams()), Choice("xla", "r
 
 
 class TestRaggedDot(GroupedConformance):
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = RaggedDot()
+    backend: ClassVar[Implementation[Any, Any, Any, Any]] = RaggedDot()
 
-    def params(self, problem: GroupedProblem) -> tuple[Any, Any]:
+    def params(self, inputs: GroupedInputs) -> tuple[Any, Any]:
         return FwdParams(), BwdParams()
 
 
-@pytest.mark.parametrize(("case", "reason"), [("offset", "no group_offset"), ("blocks", "no scales")])
-def test_what_it_declines(case: str, reason: str):
-    problem = GroupedProblem.of(inputs_of(CASES[case]))
+@pytest.mark.parametrize(
+    ("case", "options"), [("offset", ["group_offset"]), ("blocks", ["lhs_scale", "rhs_scale"]), ("transposed", [])]
+)
+def test_what_it_declines(case: str, options: list[str]):
+    inputs = inputs_of(CASES[case])
     for direction in ("forward", "backward"):
-        (said,) = RaggedDot().not_supported_reasons(problem, current_device(), direction)
-        assert reason in said
+        said = RaggedDot().not_supported_reasons(inputs, current_device(), direction)
+        assert said == [f"does not serve {name}" for name in options]
 
 
 def test_it_leaves_the_gradients_on_gpus_to_others():
-    problem = GroupedProblem.of(inputs_of(CASES["float32"]))
-    assert not RaggedDot().not_supported_reasons(problem, H100, "forward")
-    assert "cuDNN" in RaggedDot().not_supported_reasons(problem, H100, "backward")[0]
+    inputs = inputs_of(CASES["float32"])
+    assert not RaggedDot().not_supported_reasons(inputs, H100, "forward")
+    assert "cuDNN" in RaggedDot().not_supported_reasons(inputs, H100, "backward")[0]
 
 
 def test_jax_itself_counts_rows_twice_if_a_size_is_negative():

@@ -16,7 +16,7 @@ from tests.kernels.grouped_matmul.conformance import CASES, FUZZED, GroupedConfo
 from tests.kernels.grouped_matmul.oracle import oracle, segments
 from tilewright.kernels.grouped_matmul.cases import GroupedMatmulCase
 from tilewright.kernels.grouped_matmul.groups import row_tiles
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.grouped_matmul.triton.backend import TritonGroupedMatmul
 from tilewright.kernels.grouped_matmul.triton.params import TritonGroupedBackwardParams, TritonGroupedForwardParams
 from tilewright.kernels.op.backend import Implementation
@@ -34,7 +34,7 @@ TILE = TritonTile(16, 16, 16, 1, 1)
 class TestTriton(GroupedConformance):
     """Tiles that are smaller than the arrays, so that there are several along each dimension."""
 
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = BACKEND
+    backend: ClassVar[Implementation[Any, Any, Any, Any]] = BACKEND
 
     def machine(self) -> AbstractContextManager[Any]:
         return interpret_triton()
@@ -42,7 +42,7 @@ class TestTriton(GroupedConformance):
     def device(self) -> Device:
         return H100
 
-    def params(self, problem: GroupedProblem) -> tuple[Any, Any]:
+    def params(self, inputs: GroupedInputs) -> tuple[Any, Any]:
         return TritonGroupedForwardParams(TILE), TritonGroupedBackwardParams(TILE, TILE)
 
 
@@ -50,9 +50,8 @@ class TestTriton(GroupedConformance):
 def test_first_choices():
     """Tiles that are larger than the arrays in every direction, and several columns."""
     inputs = inputs_of(GroupedMatmulCase("", rows=150, k=70, n=300, groups=3, dtype="bfloat16"))
-    problem = GroupedProblem.of(inputs)
     d_out = jnp.asarray(np.random.default_rng(0).standard_normal(inputs.out_shape), jnp.bfloat16)
-    forward, backward = (BACKEND.heuristic(problem, A100, each) for each in ("forward", "backward"))
+    forward, backward = (BACKEND.heuristic(inputs, A100, each) for each in ("forward", "backward"))
 
     def both(inputs: GroupedInputs, d_out: Any) -> dict[str, Any]:
         gradients = BACKEND.backward(inputs, None, d_out, backward)
@@ -73,7 +72,7 @@ def test_vmap_is_one_launch_of_more_rows():
     params = TritonGroupedForwardParams(TILE), TritonGroupedBackwardParams(TILE, TILE)
 
     def both(lhs: Any, rhs: Any, sizes: Any) -> dict[str, Any]:
-        given = dataclasses.replace(inputs, lhs=lhs, rhs=rhs, group_sizes=sizes)
+        given = inputs.replace(lhs=lhs, rhs=rhs, group_sizes=sizes)
         gradients = BACKEND.backward(given, None, d_out, params[1])
         return {"out": BACKEND.forward(given, params[0])} | {f"d_{name}": x for name, x in gradients.items()}
 
@@ -86,7 +85,7 @@ def test_vmap_is_one_launch_of_more_rows():
             got = jax.block_until_ready(jax.jit(jax.vmap(both, axes))(*given))
         for i in range(3):
             one = [x[i] if axis == 0 else x for x, axis in zip(given, axes, strict=True)]
-            each = dataclasses.replace(inputs, lhs=one[0], rhs=one[1], group_sizes=one[2])
+            each = inputs.replace(lhs=one[0], rhs=one[1], group_sizes=one[2])
             check({name: x[i] for name, x in got.items()}, oracle(each, d_out), str(axes))
 
 
@@ -116,33 +115,33 @@ def test_the_schedule_has_every_row_once():
 
 def test_what_it_declines():
     def reasons(name: str, direction: Any = "forward", device: Device = A100, **fields: Any) -> str:
-        problem = GroupedProblem.of(inputs_of(dataclasses.replace(CASES[name], **fields)))
-        return "; ".join(BACKEND.not_supported_reasons(problem, device, direction))
+        inputs = inputs_of(dataclasses.replace(CASES[name], **fields))
+        return "; ".join(BACKEND.not_supported_reasons(inputs, device, direction))
 
     assert not reasons("bfloat16")
     assert not reasons("offset", "backward")
     assert not reasons("float32_from_bfloat16")
     assert "must have the dtype of lhs, got float32" in reasons("float32_from_bfloat16", "backward")
-    assert "no scales" in reasons("blocks")
+    assert reasons("blocks") == "does not serve lhs_scale; does not serve rhs_scale"
     assert "must have one dtype, got bfloat16 and float32" in reasons("two_dtypes")
     assert "lhs must be one of" in reasons("float32", dtype="float8_e4m3fn")
     assert "needs a CUDA GPU" in reasons("float32", device=Device("cpu", "cpu"))
-    problem = GroupedProblem.of(inputs_of(CASES["float32"]))
-    large = dataclasses.replace(problem, k=1 << 16, n=1 << 15)
+    lhs, rhs = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((37, 1 << 16), (4, 1 << 16, 1 << 15)))
+    large = inputs_of(CASES["float32"]).replace(lhs=lhs, rhs=rhs)
     assert "counted by 32 bits" in "; ".join(BACKEND.not_supported_reasons(large, A100, "forward"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("groups", [2, 64])
 def test_params(dtype: str, groups: int):
-    problem = GroupedProblem.of(inputs_of(GroupedMatmulCase("", rows=512, k=16, n=16, groups=groups, dtype=dtype)))
+    inputs = inputs_of(GroupedMatmulCase("", rows=512, k=16, n=16, groups=groups, dtype=dtype))
     for direction in ("forward", "backward"):
-        listed = list(BACKEND.candidates(problem, A100, direction))
+        listed = list(BACKEND.candidates(inputs, A100, direction))
         assert len(listed) == len(set(listed)) > 1
-        assert BACKEND.heuristic(problem, A100, direction) == listed[0]
+        assert BACKEND.heuristic(inputs, A100, direction) == listed[0]
         for params in listed:
             assert untagged(tagged(params)) == params
-            assert not BACKEND.config_reasons(problem, A100, direction, params)
+            assert not BACKEND.config_reasons(inputs, A100, direction, params)
     for wrong in ({"rows": 24}, {"columns": 8}, {"depth": 512}, {"num_stages": 0}, {"num_warps": True}):
         with pytest.raises(ValueError, match="must be"):
             dataclasses.replace(TILE, **wrong)

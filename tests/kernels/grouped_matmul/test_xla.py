@@ -12,7 +12,7 @@ from tests.kernels.conftest import H100
 from tests.kernels.grouped_matmul.conformance import FUZZED, GroupedConformance, check, cotangent_of, inputs_of
 from tests.kernels.grouped_matmul.oracle import oracle
 from tilewright.kernels.grouped_matmul.cases import GroupedMatmulCase
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.grouped_matmul.xla.backend import XlaGroupedMatmul
 from tilewright.kernels.grouped_matmul.xla.blocks import Blocks
 from tilewright.kernels.grouped_matmul.xla.params import XlaBlockParams
@@ -31,9 +31,9 @@ def run(inputs: GroupedInputs, d_out: Any, rows: int = 8) -> dict[str, Any]:
 
 
 class TestXla(GroupedConformance):
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = BACKEND
+    backend: ClassVar[Implementation[Any, Any, Any, Any]] = BACKEND
 
-    def params(self, problem: GroupedProblem) -> tuple[Any, Any]:
+    def params(self, inputs: GroupedInputs) -> tuple[Any, Any]:
         return XlaBlockParams(8), XlaBlockParams(8)
 
 
@@ -70,8 +70,7 @@ def test_float64():
     inputs = inputs_of(FUZZED)
     with jax.enable_x64(True):
         wide = lambda x: jnp.asarray(np.asarray(x, np.float64))
-        options = dataclasses.replace(inputs.options, out_dtype="float64")
-        inputs = dataclasses.replace(inputs, lhs=wide(inputs.lhs), rhs=wide(inputs.rhs), options=options)
+        inputs = inputs.replace(lhs=wide(inputs.lhs), rhs=wide(inputs.rhs), out_dtype="float64")
         d_out = cotangent_of(inputs)
         got = run(inputs, d_out)
     for name, exact in oracle(inputs, d_out).items():
@@ -83,7 +82,7 @@ def test_float64():
 def test_float8(scaling: Any):
     case = GroupedMatmulCase("", rows=19, k=130, n=140, groups=3, lhs_scale=scaling, rhs_scale=scaling)
     inputs = inputs_of(dataclasses.replace(case, dtype="float8_e4m3fn", rhs_dtype="float8_e5m2"))
-    assert inputs.options.out_dtype == "bfloat16"
+    assert inputs.out_dtype == "bfloat16"
     d_out = cotangent_of(inputs)
     got, want = BACKEND.forward(inputs, XlaBlockParams(8)), oracle(inputs, d_out)
     check({"out": got}, {"out": want["out"]})
@@ -96,7 +95,7 @@ def test_scales_of_rows_of_nobody_reach_nothing():
     d_out = cotangent_of(inputs)
     want = run(inputs, d_out)
     assert inputs.lhs_scale is not None
-    got = run(dataclasses.replace(inputs, lhs_scale=inputs.lhs_scale.at[11:].set(jnp.nan)), d_out)
+    got = run(inputs.replace(lhs_scale=inputs.lhs_scale.at[11:].set(jnp.nan)), d_out)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -104,7 +103,7 @@ def test_a_matrix_that_is_not_finite_spoils_its_own_rows_alone():
     inputs = inputs_of(dataclasses.replace(FUZZED, sizes=(9, 0, 13, 8, 4, 4, 6)))
     d_out = cotangent_of(inputs)
     want = run(inputs, d_out)
-    got = run(dataclasses.replace(inputs, rhs=inputs.rhs.at[:3].set(jnp.nan)), d_out)  # one of these has no rows
+    got = run(inputs.replace(rhs=inputs.rhs.at[:3].set(jnp.nan)), d_out)  # one of these has no rows
     for name in ("out", "d_lhs"):
         assert np.all(np.isnan(got[name][:22]))
         np.testing.assert_array_equal(got[name][22:], want[name][22:])
@@ -130,8 +129,7 @@ def test_memory_is_bounded(direction: str):
 def test_symbolic_rows_and_groups():
     rows, groups = jax.export.symbolic_shape("rows, groups")
     inputs = inputs_of(FUZZED)
-    abstract = dataclasses.replace(
-        inputs,
+    abstract = inputs.replace(
         lhs=jax.ShapeDtypeStruct((rows, 16), jnp.float32),
         rhs=jax.ShapeDtypeStruct((groups, 16, 24), jnp.float32),
         group_sizes=jax.ShapeDtypeStruct((groups,), jnp.int32),
@@ -144,10 +142,10 @@ def test_symbolic_rows_and_groups():
 
 
 def test_params():
-    problem = GroupedProblem.of(inputs_of(GroupedMatmulCase("", rows=1024, k=8, n=8, groups=8)))
-    best = BACKEND.heuristic(problem, current_device(), "forward")
+    inputs = inputs_of(GroupedMatmulCase("", rows=1024, k=8, n=8, groups=8))
+    best = BACKEND.heuristic(inputs, current_device(), "forward")
     assert best == XlaBlockParams(128)
-    candidates = list(BACKEND.candidates(problem, current_device(), "forward"))
+    candidates = list(BACKEND.candidates(inputs, current_device(), "forward"))
     assert candidates[0] == best
     assert len(candidates) == len(set(candidates)) > 2
     assert untagged(tagged(best)) == best

@@ -11,7 +11,7 @@ import pytest
 from tests.kernels.linear_cross_entropy.oracle import Found, cross_entropy
 from tests.support.suites import sampled
 from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase
-from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.tuning.numerics import violations
@@ -117,7 +117,7 @@ def through(kernel: LinearCrossEntropy, args: Any, options: dict[str, Any], d_lo
 
 
 def directly(
-    backend: Implementation[Any, Any, Any, Any, Any],
+    backend: Implementation[Any, Any, Any, Any],
     args: Any,
     options: dict[str, Any],
     d_loss: Any,
@@ -126,14 +126,11 @@ def directly(
 ) -> Found:
     """The same of a backend that this machine cannot choose, by both its methods."""
     kernel = LinearCrossEntropy()
-    given, kwargs = kernel.prepare(*args, **options)
-    inputs = kernel.inputs(*given, **kwargs)
+    inputs = kernel.prepare(*args, **options)
     results = backend.forward(inputs, cfg.forward.params)
-    out = kernel.outputs(inputs, results, **kwargs)
+    out = kernel.outputs(inputs, results)
     d_out = (jnp.asarray(d_loss, jnp.float32), d_lse) if options["return_lse"] else (jnp.asarray(d_loss, jnp.float32),)
-    gradients = backend.backward(
-        inputs, results, kernel.cotangents(inputs, results, d_out, **kwargs), cfg.backward.params
-    )
+    gradients = backend.backward(inputs, results, kernel.cotangents(inputs, results, d_out), cfg.backward.params)
     found = {"loss": out[0], "lse": out[1]} if options["return_lse"] else {"loss": out}
     return found | {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
@@ -141,14 +138,14 @@ def directly(
 class LossConformance:
     """A backend gives what the definition gives in float64, in every case that it declares to support."""
 
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]]
+    backend: ClassVar[Implementation[Any, Any, Any, Any]]
 
-    def configs(self, problem: LossProblem) -> list[Any]:
+    def configs(self, inputs: LossInputs) -> list[Any]:
         """Configs of both directions to run each case with."""
         raise NotImplementedError
 
     def reasons(self, inputs: LossInputs, direction: Direction) -> list[str]:
-        return self.backend.not_supported_reasons(LossProblem.of(inputs), current_device(), direction)
+        return self.backend.not_supported_reasons(inputs.structs, current_device(), direction)
 
     def run(self, args: Any, options: dict[str, Any], d_loss: Any, d_lse: Any, cfg: Any) -> Found:
         """Results and gradients of a call."""
@@ -156,15 +153,13 @@ class LossConformance:
 
     @pytest.mark.parametrize("name", sampled(CASES, test=TEST, quick=QUICK))
     def test_results_and_gradients(self, name: str, one_device: None):
-        kernel, case = LinearCrossEntropy(), CASES[name]
-        args, options = call_of(case)
-        given, kwargs = kernel.prepare(*args, **options)
-        inputs = kernel.inputs(*given, **kwargs)
+        args, options = call_of(CASES[name])
+        inputs = LinearCrossEntropy().prepare(*args, **options)
         if declined := self.reasons(inputs, "forward") + self.reasons(inputs, "backward"):
             pytest.skip("; ".join(declined))
         cotangents = cotangents_of(args[0], options)
         want = expected(args, options, *cotangents)
-        for cfg in self.configs(LossProblem.of(inputs)):
+        for cfg in self.configs(inputs.structs):
             got = self.run(args, options, *cotangents, cfg)
             assert got["x"].dtype == args[0].dtype
             assert got["weight"].dtype == args[1].dtype

@@ -33,9 +33,9 @@ from tilewright.kernels.linear_cross_entropy.blocks.sizes import (
 )
 from tilewright.kernels.linear_cross_entropy.hopper import backend
 from tilewright.kernels.linear_cross_entropy.hopper.params import HopperLossBackwardParams, HopperLossParams
-from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.ops.utils.serialize import tagged, untagged
 
 BACKEND = backend.HopperLinearCrossEntropy()
@@ -69,10 +69,8 @@ def few_sms(one_device: None) -> Iterator[None]:
         yield
 
 
-def problem_of(args: Any, options: dict[str, Any]) -> LossProblem:
-    kernel = LinearCrossEntropy()
-    given, kwargs = kernel.prepare(*args, **options)
-    return LossProblem.of(kernel.inputs(*given, **kwargs))
+def structs_of(args: Any, options: dict[str, Any]) -> LossInputs:
+    return LinearCrossEntropy().prepare(*args, **options).structs
 
 
 def run(args: Any, options: dict[str, Any], d_loss: Any, d_lse: Any, cfg: Any, races: bool = False) -> Found:
@@ -81,18 +79,18 @@ def run(args: Any, options: dict[str, Any], d_loss: Any, d_lse: Any, cfg: Any, r
         return jax.block_until_ready(call(*args))
 
 
-def forms_of(problem: LossProblem) -> list[str]:
-    """Those that serve a problem: at least two that do not keep anything."""
+def forms_of(inputs: LossInputs) -> list[str]:
+    """Those that serve a call: at least two that do not keep anything."""
 
     def serves(cfg: PerDirection) -> bool:
         return not any(
-            BACKEND.config_reasons(problem, H100, direction, each.params)
+            BACKEND.config_reasons(inputs, H100, direction, each.params)
             for direction, each in (("forward", cfg.forward), ("backward", cfg.backward))
         )
 
     names = [name for name, cfg in FORMS.items() if serves(cfg)]
     assert {"recomputed", "whole"} <= set(names)
-    return names if problem.options.keeps_gradients else ["recomputed", "whole"]
+    return names if inputs.keeps_gradients else ["recomputed", "whole"]
 
 
 NAMES = [name for name in CASES if name not in ("float16", "two_dtypes", "no_tokens", "all_options_bfloat16")]
@@ -110,12 +108,12 @@ NAMES = [name for name in CASES if name not in ("float16", "two_dtypes", "no_tok
 def test_results_and_gradients(name: str):
     case = served(CASES[name])
     args, options = call_of(case)
-    problem = problem_of(args, options)
+    inputs = structs_of(args, options)
     for direction in ("forward", "backward"):
-        assert not BACKEND.not_supported_reasons(problem, H100, direction)
+        assert not BACKEND.not_supported_reasons(inputs, H100, direction)
     cotangents = cotangents_of(args[0], options)
     want = expected(args, options, *cotangents)
-    for form in forms_of(problem):
+    for form in forms_of(inputs):
         got = run(args, options, *cotangents, FORMS[form])
         assert got["x"].dtype == args[0].dtype
         assert got["weight"].dtype == args[1].dtype
@@ -171,9 +169,9 @@ def test_a_part_of_the_vocabulary(vocab_first: bool):
     """Statistics alone, for labels of other parts, too."""
     args, _ = call_of(served(dataclasses.replace(CASES["smoothing"], vocab_first=vocab_first, ignored=0.0)))
     labels = jnp.asarray(args[2]).at[:3].set(jnp.asarray([400, -100, 5]))
-    kernel = LinearCrossEntropy()
-    given, kwargs = kernel.prepare(*args[:2], labels, axis_name="vocab", vocab_first=vocab_first, label_smoothing=0.1)
-    inputs: LossInputs = kernel.inputs(*given, **kwargs)
+    inputs = LinearCrossEntropy().prepare(
+        *args[:2], labels, axis_name="vocab", vocab_first=vocab_first, label_smoothing=0.1
+    )
     cfg = FORMS["recomputed"].forward.params
     with interpret_mosaic():
         got = jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, cfg))(inputs))
@@ -210,7 +208,7 @@ def test_vmap(mapped: str):
 def test_reasons():
     base = served(CASES["float32"])
     reasons = lambda device=H100, direction="forward", **fields: BACKEND.not_supported_reasons(
-        problem_of(*call_of(dataclasses.replace(base, **fields))), device, direction
+        structs_of(*call_of(dataclasses.replace(base, **fields))), device, direction
     )
     assert not reasons()
     assert not reasons(vocab=50257, vocab_first=True)
@@ -238,20 +236,20 @@ def test_reasons():
     ],
 )
 def test_params(fields: dict[str, Any]):
-    """All that are listed serve the problem, keep within the workspace, and survive a cache."""
+    """All that are listed serve the call, keep within the workspace, and survive a cache."""
     case = dataclasses.replace(served(CASES["float32"]), **fields)
     options = {name: getattr(case, name) for name in ("vocab_first", "label_smoothing", "logits_soft_cap")}
     struct = jax.ShapeDtypeStruct
     shape = (case.vocab, case.d) if case.vocab_first else (case.d, case.vocab)
     args = (struct((case.tokens, case.d), jnp.bfloat16), struct(shape, jnp.bfloat16), struct((case.tokens,), jnp.int32))
-    problem = problem_of(args, options)
+    inputs = structs_of(args, options)
     for direction in ("forward", "backward"):
         with mock.patch.object(backend, "num_sms", return_value=132):
-            listed = list(BACKEND.candidates(problem, H100, direction))
-            assert listed[0] == BACKEND.heuristic(problem, H100, direction)
+            listed = list(BACKEND.candidates(inputs, H100, direction))
+            assert listed[0] == BACKEND.heuristic(inputs, H100, direction)
         assert len(set(listed)) == len(listed)
         for params in listed:
-            assert not BACKEND.config_reasons(problem, H100, direction, params), params
+            assert not BACKEND.config_reasons(inputs, H100, direction, params), params
             assert untagged(tagged(params)) == params
             if isinstance(params, HopperLossParams) and params.keep:
                 assert params.block_tokens * case.vocab * 2 <= WORKSPACE
@@ -278,9 +276,9 @@ def test_wrong_params():
         HopperLossParams(None, 128, SMALL, SMALL, True)
     with pytest.raises(ValueError, match="tokens and classes"):
         HopperLossBackwardParams(0, 128, SMALL, True)
-    problem = problem_of(*call_of(served(CASES["smoothing"])))
-    capped = dataclasses.replace(problem, options=dataclasses.replace(problem.options, logits_soft_cap=2.0))
+    inputs = structs_of(*call_of(served(CASES["smoothing"])))
+    capped = inputs.replace(logits_soft_cap=2.0)
     kept = HopperLossParams(64, 304, SMALL, SMALL, True)
-    assert not BACKEND.config_reasons(problem, H100, "forward", kept)
+    assert not BACKEND.config_reasons(inputs, H100, "forward", kept)
     assert BACKEND.config_reasons(capped, H100, "forward", kept)
-    assert BACKEND.config_reasons(problem, H100, "backward", HopperLossBackwardParams(None, 30, SMALL, True))
+    assert BACKEND.config_reasons(inputs, H100, "backward", HopperLossBackwardParams(None, 30, SMALL, True))

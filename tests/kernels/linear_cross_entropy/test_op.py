@@ -12,7 +12,7 @@ import pytest
 from tests.kernels.linear_cross_entropy.conformance import CASES, call_of, check, expected
 from tests.kernels.linear_cross_entropy.oracle import cross_entropy
 from tilewright.kernels.linear_cross_entropy.xla.params import XlaLossBackwardParams
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import linear_cross_entropy, linear_log_probs
 
 

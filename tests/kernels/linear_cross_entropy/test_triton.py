@@ -26,7 +26,7 @@ from tests.kernels.linear_cross_entropy.conformance import (
 from tests.kernels.linear_cross_entropy.oracle import Found, cross_entropy
 from tests.support.suites import sampled
 from tilewright.kernels.linear_cross_entropy.blocks.sizes import even_blocks
-from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem, LossResults
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossResults
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.triton.backend import MAX_VOCAB, TritonLinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.triton.params import (
@@ -36,7 +36,7 @@ from tilewright.kernels.linear_cross_entropy.triton.params import (
     block_sizes,
 )
 from tilewright.kernels.op.backend import Implementation
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.kernels.triton import recorded_launches
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.kernels.triton.matmul import TritonTile
@@ -67,9 +67,9 @@ FORMS = {
 }
 
 
-def kept_is_not_served(problem: LossProblem) -> bool:
+def kept_is_not_served(inputs: LossInputs) -> bool:
     cfg = FORMS["kept"].forward.params
-    return problem.options.keeps_gradients and bool(BACKEND.config_reasons(problem, H100, "forward", cfg))
+    return inputs.keeps_gradients and bool(BACKEND.config_reasons(inputs, H100, "forward", cfg))
 
 
 def run(args: Any, options: dict[str, Any], d_loss: Any, d_lse: Any, cfg: Any) -> Found:
@@ -80,22 +80,22 @@ def run(args: Any, options: dict[str, Any], d_loss: Any, d_lse: Any, cfg: Any) -
 
 
 class TestTriton(LossConformance):
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = BACKEND
+    backend: ClassVar[Implementation[Any, Any, Any, Any]] = BACKEND
 
     def run(self, args: Any, options: dict[str, Any], d_loss: Any, d_lse: Any, cfg: Any) -> Found:
         return run(args, options, d_loss, d_lse, cfg)
 
-    def configs(self, problem: LossProblem) -> list[Any]:
-        if not problem.options.keeps_gradients:
+    def configs(self, inputs: LossInputs) -> list[Any]:
+        if not inputs.keeps_gradients:
             names = ["recomputed"]
-        elif kept_is_not_served(problem):
+        elif kept_is_not_served(inputs):
             names = ["recomputed forward", "whole"]
         else:
             names = ["kept", "kept, in blocks", "whole"]
         return [FORMS[name] for name in names]
 
     def reasons(self, inputs: LossInputs, direction: Direction) -> list[str]:
-        return BACKEND.not_supported_reasons(LossProblem.of(inputs), H100, direction)
+        return BACKEND.not_supported_reasons(inputs.structs, H100, direction)
 
 
 def arrays_of(name: str = "float32", **fields: Any) -> tuple[Any, dict[str, Any]]:
@@ -137,14 +137,9 @@ def test_labels_at_the_edges_of_tiles():
 def test_statistics_of_a_part_of_the_vocabulary(smoothing: float):
     """A label of another part has a logit of 0, which no program writes."""
     args, _ = arrays_of(tokens=20)
-    kernel = LinearCrossEntropy()
     labels = jnp.asarray(args[2]).at[:3].set(jnp.asarray([301, 301, -1]))
-    given, kwargs = kernel.prepare(*args[:2], labels, axis_name="vocab", label_smoothing=smoothing)
-    inputs = kernel.inputs(*given, **kwargs)
-    exact = dataclasses.replace(
-        inputs, x=np.asarray(inputs.x, np.float64), weight=np.asarray(inputs.weight, np.float64)
-    )
-    logits = exact.x @ exact.weight
+    inputs = LinearCrossEntropy().prepare(*args[:2], labels, axis_name="vocab", label_smoothing=smoothing)
+    logits = np.asarray(inputs.x, np.float64) @ np.asarray(inputs.weight, np.float64)
     with interpret_triton():
         params = FORMS["recomputed"].forward.params
         got = jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, params))(inputs))
@@ -202,9 +197,7 @@ def test_small_probabilities_of_float16(form: str):
 def test_a_soft_cap_of_small_logits():
     """The logit of the label, by itself, of a token whose logits are small against the cap."""
     args, _ = arrays_of(tokens=20, scale=1e-3)
-    kernel = LinearCrossEntropy()
-    given, kwargs = kernel.prepare(*args, axis_name="vocab", logits_soft_cap=30.0)
-    inputs = kernel.inputs(*given, **kwargs)
+    inputs = LinearCrossEntropy().prepare(*args, axis_name="vocab", logits_soft_cap=30.0)
     with interpret_triton():
         params = FORMS["recomputed"].forward.params
         got = jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, params))(inputs))
@@ -228,48 +221,54 @@ def test_vmap_is_one_launch_after_another():
 def test_a_call_without_gradients_keeps_nothing():
     args, options = arrays_of(dtype="bfloat16")
     kernel = LinearCrossEntropy()
-    given, kwargs = kernel.prepare(*args, **options)
+    inputs = kernel.prepare(*args, **options)
     for method, keeps in ((kernel.run, False), (kernel.forward_with_residuals, True)):
         with interpret_triton(), recorded_launches() as launches:
-            jax.eval_shape(lambda *xs, method=method: method(*xs, cfg=FORMS["kept"].forward, **kwargs), *given)
+            jax.eval_shape(lambda inputs, method=method: method(inputs, cfg=FORMS["kept"].forward), inputs)
         assert [dict(launch.constants)["KEEP"] for launch in launches] == [keeps]
         assert [launch.outputs[3].size > 0 for launch in launches] == [keeps]
 
 
-def problem_of(**fields: Any) -> LossProblem:
-    kernel = LinearCrossEntropy()
+def structs_of(**fields: Any) -> LossInputs:
     args, options = arrays_of(**fields)
-    given, kwargs = kernel.prepare(*args, **options)
-    return kernel.problem(*given, **kwargs)
+    return LinearCrossEntropy().prepare(*args, **options).structs
+
+
+def resized(inputs: LossInputs, **sizes: int) -> LossInputs:
+    """The structs of a call with other numbers of tokens or classes."""
+    struct: Any = jax.ShapeDtypeStruct
+    tokens, vocab = (sizes.get(name, getattr(inputs, name)) for name in ("tokens", "vocab"))
+    x, weight = struct((tokens, inputs.d), inputs.x_dtype), struct((inputs.d, vocab), inputs.weight_dtype)
+    return inputs.replace(x=x, weight=weight, labels=struct((tokens,), jnp.int32))
 
 
 def test_what_it_declines():
     def reasons(device: Device = A100, **fields: Any) -> str:
-        return "; ".join(BACKEND.not_supported_reasons(problem_of(**fields), device, "forward"))
+        return "; ".join(BACKEND.not_supported_reasons(structs_of(**fields), device, "forward"))
 
     for options in ({}, {"dtype": "bfloat16", "logits_soft_cap": 3.0, "label_smoothing": 0.1}, {"reduction": "none"}):
         assert not reasons(**options)
     assert "must have one dtype, got bfloat16 and float32" in reasons(dtype="bfloat16", weight_dtype="float32")
     assert "x must be one of" in reasons(dtype="float8_e4m3fn")
     assert "needs a CUDA GPU" in reasons(Device("cpu", "cpu"))
-    problem = problem_of()
-    large = dataclasses.replace(problem, vocab=MAX_VOCAB + 1)
+    inputs = structs_of()
+    large = resized(inputs, vocab=MAX_VOCAB + 1)
     assert "count up to" in "; ".join(BACKEND.not_supported_reasons(large, A100, "forward"))
-    distributed = dataclasses.replace(problem, options=dataclasses.replace(problem.options, is_distributed=True))
+    distributed = inputs.replace(is_distributed=True)
     assert "would gather them" in "; ".join(BACKEND.not_supported_reasons(distributed, A100, "forward"))
 
 
 @pytest.mark.parametrize("also", [{"label_smoothing": 0.1}, {"gradient_epsilon": 1e-3}])
 def test_what_shares_do_not_give(also: dict[str, Any]):
     """The heuristic and the candidates recompute; a config that keeps shares says why it cannot."""
-    problem = problem_of(logits_soft_cap=3.0, **also)
-    for params in BACKEND.candidates(problem, H100, "forward"):
+    inputs = structs_of(logits_soft_cap=3.0, **also)
+    for params in BACKEND.candidates(inputs, H100, "forward"):
         assert isinstance(params, TritonLossParams)
         assert not params.keep
-        assert not BACKEND.config_reasons(problem, H100, "forward", params)
+        assert not BACKEND.config_reasons(inputs, H100, "forward", params)
         kept = dataclasses.replace(params, keep=True)
-        assert next(iter(also)) in "; ".join(BACKEND.config_reasons(problem, H100, "forward", kept))
-    for served in (problem_of(**also), problem_of(logits_soft_cap=3.0)):
+        assert next(iter(also)) in "; ".join(BACKEND.config_reasons(inputs, H100, "forward", kept))
+    for served in (structs_of(**also), structs_of(logits_soft_cap=3.0)):
         params = BACKEND.heuristic(served, H100, "forward")
         assert isinstance(params, TritonLossParams)
         assert params.keep
@@ -279,19 +278,19 @@ def test_what_shares_do_not_give(also: dict[str, Any]):
 @pytest.mark.parametrize("device", [A100, H100], ids=lambda device: device.name)
 @pytest.mark.parametrize("fields", [{"dtype": "bfloat16"}, {}, {"reduction": "none"}, {"d": 30, "dtype": "float16"}])
 def test_params(device: Device, fields: dict[str, Any]):
-    problem = problem_of(**fields)
+    inputs = structs_of(**fields)
     directions: tuple[Direction, ...] = ("forward", "backward")
     for direction in directions:
-        listed = list(BACKEND.candidates(problem, device, direction))
+        listed = list(BACKEND.candidates(inputs, device, direction))
         assert len(listed) == len(set(listed)) > 1
-        assert BACKEND.heuristic(problem, device, direction) == listed[0]
+        assert BACKEND.heuristic(inputs, device, direction) == listed[0]
         for params in listed:
             assert untagged(tagged(params)) == params
-            assert not BACKEND.config_reasons(problem, device, direction, params)
-    forward, backward = (BACKEND.heuristic(problem, device, each) for each in directions)
+            assert not BACKEND.config_reasons(inputs, device, direction, params)
+    forward, backward = (BACKEND.heuristic(inputs, device, each) for each in directions)
     assert isinstance(forward, TritonLossParams)
     assert isinstance(backward, TritonLossBackwardParams)
-    assert forward.keep == problem.options.keeps_gradients == (not backward.recompute)
+    assert forward.keep == inputs.keeps_gradients == (not backward.recompute)
     with pytest.raises(ValueError, match="needs a positive integer, got block_vocab=0"):
         dataclasses.replace(forward, block_vocab=0)
     with pytest.raises(TypeError, match="needs a bool, got keep=1"):
@@ -302,11 +301,11 @@ def test_params(device: Device, fields: dict[str, Any]):
 
 @pytest.mark.parametrize("vocab", [1, 300, 32768, 50257, 128256, 131072, 1 << 20])
 def test_blocks_fit_into_the_workspace(vocab: int):
-    problem = dataclasses.replace(problem_of(dtype="bfloat16"), tokens=20000, vocab=vocab)
-    tokens, classes = block_sizes(problem, keep=True)
+    inputs = resized(structs_of(dtype="bfloat16"), tokens=20000, vocab=vocab)
+    tokens, classes = block_sizes(inputs, keep=True)
     assert classes == vocab
     assert tokens == 128 or 2 * tokens * vocab <= WORKSPACE
-    tokens, classes = block_sizes(problem, keep=False)
+    tokens, classes = block_sizes(inputs, keep=False)
     assert tokens >= 1024
     assert 1 <= classes <= vocab
     assert 2 * tokens * classes <= 1.01 * WORKSPACE
@@ -325,8 +324,7 @@ def test_types_in_shard_map(form: str, check_vma: bool):
     kernel, cfg = LinearCrossEntropy(), FORMS[form]
 
     def call(*arrays: Any) -> Any:
-        given, kwargs = kernel.prepare(*arrays, **options)
-        inputs = kernel.inputs(*given, **kwargs)
+        inputs = kernel.prepare(*arrays, **options)
         results = BACKEND.forward(inputs, cfg.forward.params)
         gradients = BACKEND.backward(inputs, results, LossResults(None, None, total=results.total), cfg.backward.params)
         return [x[None] for x in (results.lse, results.logit_sum, gradients["x"], gradients["weight"])]

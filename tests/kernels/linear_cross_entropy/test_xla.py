@@ -21,12 +21,12 @@ from tests.kernels.linear_cross_entropy.conformance import (
 )
 from tests.kernels.linear_cross_entropy.oracle import cross_entropy
 from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase
-from tilewright.kernels.linear_cross_entropy.inputs import LossProblem
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.xla.backend import XlaLinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.xla.params import XlaLossBackwardParams, XlaLossParams, block_sizes
 from tilewright.kernels.op.backend import Implementation
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import linear_cross_entropy
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device
@@ -53,9 +53,9 @@ FORMS = {
 
 
 class TestXla(LossConformance):
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = XlaLinearCrossEntropy()
+    backend: ClassVar[Implementation[Any, Any, Any, Any]] = XlaLinearCrossEntropy()
 
-    def configs(self, problem: LossProblem) -> list[Any]:
+    def configs(self, inputs: LossInputs) -> list[Any]:
         return list(FORMS.values())
 
 
@@ -261,13 +261,12 @@ def test_params():
 
 
 def test_candidates(one_device: None):
-    kernel, backend = LinearCrossEntropy(), XlaLinearCrossEntropy()
+    backend = XlaLinearCrossEntropy()
     args, options = call_of(dataclasses.replace(CASES["float32"], vocab=32768))
-    given, kwargs = kernel.prepare(*args, **options)
-    problem = kernel.problem(*given, **kwargs)
+    inputs = LinearCrossEntropy().prepare(*args, **options).structs
     for direction in ("forward", "backward"):
-        candidates = list(backend.candidates(problem, current_device(), direction))
-        assert candidates[0] == backend.heuristic(problem, current_device(), direction)
+        candidates = list(backend.candidates(inputs, current_device(), direction))
+        assert candidates[0] == backend.heuristic(inputs, current_device(), direction)
         assert len(candidates) == len(set(candidates)) > 2
     forms = {params.recompute for params in candidates}
     assert forms == {False, True}

@@ -15,7 +15,7 @@ from tests.support.suites import sampled
 from tilewright.kernels.matmul.cases import GluCase
 from tilewright.kernels.matmul.params import XlaGluBackwardParams
 from tilewright.kernels.numerics.activations import ACTIVATIONS
-from tilewright.kernels.op.portfolio import Choice, PerDirection
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import glu
 from tilewright.ops.utils.serialize import tagged, untagged
 

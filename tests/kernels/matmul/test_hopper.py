@@ -18,14 +18,7 @@ from tests.support.suites import sampled
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.store import stores_in_flight
 from tilewright.kernels.matmul import hopper
-from tilewright.kernels.matmul.inputs import (
-    GluInputs,
-    GluOptions,
-    GluProblem,
-    MatmulInputs,
-    MatmulOptions,
-    MatmulProblem,
-)
+from tilewright.kernels.matmul.inputs import GluInputs, MatmulInputs
 from tilewright.kernels.matmul.params import HopperGluBackwardParams, HopperMatmulBackwardParams
 from tilewright.modules import matmul
 from tilewright.ops.utils.serialize import tagged, untagged
@@ -63,7 +56,7 @@ def check(
 ) -> None:
     lhs, rhs = drawn(0, *((k, m) if flags[0] else (m, k))), drawn(1, *((n, k) if flags[1] else (k, n)))
     d_out = drawn(2, m, n)
-    inputs = MatmulInputs(lhs, rhs, MatmulOptions("bfloat16", *flags))
+    inputs = MatmulInputs(lhs, rhs, "bfloat16", *flags)
     backend = hopper.HopperMatmul()
 
     def both(inputs: MatmulInputs, d_out: Any) -> dict[str, Any]:
@@ -102,7 +95,7 @@ def test_no_races(name: str):
 
 def test_leading_dimensions_and_float32_results():
     lhs, rhs = drawn(0, 2, 3, 40, 64), drawn(1, 64, 24)
-    inputs = MatmulInputs(lhs, rhs, MatmulOptions("float32"))
+    inputs = MatmulInputs(lhs, rhs, "float32")
     with interpret_mosaic():
         out = jax.block_until_ready(jax.jit(lambda inputs: hopper.HopperMatmul().forward(inputs, SMALL))(inputs))
     assert out.shape == (2, 3, 40, 24)
@@ -114,7 +107,7 @@ def test_leading_dimensions_and_float32_results():
 def test_glu(recompute: bool):
     x, gate, up = drawn(0, 2, 70, 72), 0.1 * drawn(1, 72, 200), 0.1 * drawn(2, 72, 200)
     d_out = drawn(3, 2, 70, 200)
-    inputs, backend = GluInputs(x, gate, up, GluOptions("bfloat16", "gelu_tanh")), hopper.HopperGlu()
+    inputs, backend = GluInputs(x, gate, up, "bfloat16", "gelu_tanh"), hopper.HopperGlu()
     params = MatmulParams(128, 128, 2)
     of_backward = HopperGluBackwardParams(SMALL, PARAMS["pair"], params if recompute else None)
 
@@ -140,8 +133,7 @@ def test_the_op_takes_it_by_name():
 
 def test_vmap():
     lhs, rhs = drawn(0, 3, 64, 64), drawn(1, 64, 64)
-    inputs = MatmulInputs(lhs, rhs, MatmulOptions("bfloat16"))
-    one = lambda x: hopper.HopperMatmul().forward(MatmulInputs(x, rhs, inputs.options), SMALL)
+    one = lambda x: hopper.HopperMatmul().forward(MatmulInputs(x, rhs, "bfloat16"), SMALL)
     with interpret_mosaic():
         out = jax.block_until_ready(jax.jit(jax.vmap(one))(lhs))
     near({"out": out}, {"out": exact(lhs) @ exact(rhs)})
@@ -164,20 +156,18 @@ def test_no_buffer_is_written_before_it_is_read(parts: int, units: int):
 
 
 def test_params_and_what_is_declined():
-    problem = MatmulProblem.of(MatmulInputs(drawn(0, 64, 64), drawn(1, 64, 128), MatmulOptions("bfloat16")))
+    inputs = MatmulInputs(drawn(0, 64, 64), drawn(1, 64, 128), "bfloat16")
     backend = hopper.HopperMatmul()
     for direction in ("forward", "backward"):
-        for params in backend.candidates(problem, H100, direction):
+        for params in backend.candidates(inputs, H100, direction):
             assert untagged(tagged(params)) == params
-            assert not backend.config_reasons(problem, H100, direction, params)
-    assert backend.config_reasons(problem, H100, "forward", MatmulParams(128, 256, 5))
-    assert "9.0" in "; ".join(backend.not_supported_reasons(problem, A100, "forward"))
-    odd = MatmulProblem.of(MatmulInputs(drawn(0, 63, 64), drawn(1, 64, 128), MatmulOptions("bfloat16")))
+            assert not backend.config_reasons(inputs, H100, direction, params)
+    assert backend.config_reasons(inputs, H100, "forward", MatmulParams(128, 256, 5))
+    assert "9.0" in "; ".join(backend.not_supported_reasons(inputs, A100, "forward"))
+    odd = MatmulInputs(drawn(0, 63, 64), drawn(1, 64, 128), "bfloat16")
     assert not backend.not_supported_reasons(odd, H100, "forward")
     assert "rows=63" in "; ".join(backend.not_supported_reasons(odd, H100, "backward"))
-    glu = GluProblem.of(
-        GluInputs(drawn(0, 64, 64), drawn(1, 64, 128), drawn(2, 64, 128), GluOptions("bfloat16", "silu"))
-    )
+    glu = GluInputs(drawn(0, 64, 64), drawn(1, 64, 128), drawn(2, 64, 128), "bfloat16", "silu")
     for direction in ("forward", "backward"):
         for params in hopper.HopperGlu().candidates(glu, H100, direction):
             assert untagged(tagged(params)) == params

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tilewright.kernels.norms.cases import LayerNormCase, NormCase, RmsNormCase
-from tilewright.kernels.norms.inputs import NormInputs, NormProblem, NormResults
+from tilewright.kernels.norms.inputs import NormInputs, NormResults
 from tilewright.kernels.norms.reference import norm_reference
 from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.tuning.numerics import violations
@@ -79,7 +79,7 @@ def cotangents_of(inputs: NormInputs, seed: int = 1) -> NormResults:
 
 
 def run(
-    backend: Implementation[Any, Any, Any, Any, Any],
+    backend: Implementation[Any, Any, Any, Any],
     inputs: NormInputs,
     cotangents: NormResults,
     params: tuple[Any, Any],
@@ -107,7 +107,7 @@ def check(got: Found, want: Found) -> None:
 class NormConformance:
     """A backend gives what the formula gives in float64, in every case and direction that it declares to support."""
 
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]]
+    backend: ClassVar[Implementation[Any, Any, Any, Any]]
 
     def machine(self) -> AbstractContextManager[Any]:
         """What stands in for the device, if it is not there."""
@@ -117,18 +117,18 @@ class NormConformance:
         """The device that the backend is asked about."""
         return current_device()
 
-    def params(self, problem: NormProblem) -> tuple[Any, Any]:
+    def params(self, problem: NormInputs) -> tuple[Any, Any]:
         """Params of the forward and of the backward pass."""
         raise NotImplementedError
 
     def reasons(self, inputs: NormInputs, direction: Direction) -> list[str]:
-        return self.backend.not_supported_reasons(NormProblem.of(inputs), self.device(), direction)
+        return self.backend.not_supported_reasons(inputs.structs, self.device(), direction)
 
     def run(self, inputs: NormInputs, cotangents: NormResults) -> Found:
         """All that the backend declares to support of a call; skips the test if that is nothing."""
         if declined := self.reasons(inputs, "forward"):
             pytest.skip("; ".join(declined))
-        forward, backward = self.params(NormProblem.of(inputs))
+        forward, backward = self.params(inputs.structs)
         with self.machine():
             given = forward, None if self.reasons(inputs, "backward") else backward
             return run(self.backend, inputs, cotangents, given)
@@ -158,7 +158,7 @@ class NormConformance:
         rows = [[23064.58], [24202.111], [1773239.2], [6633918.5], [7993844.0], [10562008.0]]
         inputs = dataclasses.replace(inputs, x=jnp.broadcast_to(jnp.asarray(rows), inputs.x.shape))
         with self.machine():
-            got = run(self.backend, inputs, cotangents_of(inputs), self.params(NormProblem.of(inputs)))
+            got = run(self.backend, inputs, cotangents_of(inputs), self.params(inputs.structs))
         assert all(np.all(np.isfinite(x)) for x in got.values())
 
     def test_a_row_that_is_not_finite_spoils_no_other(self):

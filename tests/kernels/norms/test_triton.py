@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from tests.kernels.conftest import A100, H100
 from tests.kernels.norms.conformance import NormConformance, check, cotangents_of, oracle, run
 from tilewright.kernels.norms.cases import LayerNormCase, RmsNormCase
-from tilewright.kernels.norms.inputs import NormInputs, NormProblem, NormResults
+from tilewright.kernels.norms.inputs import NormInputs, NormResults
 from tilewright.kernels.norms.triton.backend import TritonNorm
 from tilewright.kernels.norms.triton.params import NormBackwardParams, NormForwardParams, kept_elements
 from tilewright.kernels.op.backend import Implementation
@@ -52,14 +52,14 @@ class TestWholeRows(NormConformance):
     def device(self) -> Device:
         return H100
 
-    def params(self, problem: NormProblem) -> Both:
+    def params(self, problem: NormInputs) -> Both:
         return params_of(problem.columns, *((1, 1), (2, 2), (4, 3))[problem.columns % 3])
 
 
 class TestBlocksOfRows(TestWholeRows):
     """The same in several blocks, of which the last may be short; 16-bit ones stay as they are."""
 
-    def params(self, problem: NormProblem) -> Both:
+    def params(self, problem: NormInputs) -> Both:
         rows = 16 if problem.columns < 200 else 2
         found = params_of(problem.columns, rows, 2, 1, 3)
         if problem.columns == 130:
@@ -70,7 +70,7 @@ class TestBlocksOfRows(TestWholeRows):
 class TestTwoPasses(TestWholeRows):
     """Rows that do not fit."""
 
-    def params(self, problem: NormProblem) -> Both:
+    def params(self, problem: NormInputs) -> Both:
         return two_passes(max(1 << (problem.columns // 3).bit_length(), 16))
 
 
@@ -109,11 +109,11 @@ def test_vmap_of_single_rows():
     params = params_of(64, 1, 1)
 
     def loss(x: Any, weight: Any) -> Any:
-        return jax.vmap(lambda row: BACKEND.forward(NormInputs(row, None, weight, None, options), params[0]).out)(x)
+        return jax.vmap(lambda row: BACKEND.forward(NormInputs(row, weight=weight, **options), params[0]).out)(x)
 
     with interpret_triton():
         got = jax.block_until_ready(jax.jit(loss)(x, weight))
-    inputs = NormInputs(x, None, weight, None, options)
+    inputs = NormInputs(x, weight=weight, **options)
     np.testing.assert_allclose(got, oracle(inputs, cotangents_of(inputs))["out"], rtol=1e-5, atol=1e-5)
 
 
@@ -133,7 +133,7 @@ def test_what_ships_can_run(rows: int, columns: int):
         RmsNormCase("", rows=rows, columns=columns, dtype="bfloat16", residual=True),
         LayerNormCase("", rows=rows, columns=columns),
     ):
-        problem = NormProblem.of(case.structs)
+        problem = case.structs
         for direction in ("forward", "backward"):
             assert not BACKEND.not_supported_reasons(problem, H100, direction)
             best = BACKEND.heuristic(problem, H100, direction)
@@ -146,10 +146,10 @@ def test_what_ships_can_run(rows: int, columns: int):
 
 def test_reasons():
     case = RmsNormCase("", rows=4, columns=64)
-    double = dataclasses.replace(NormProblem.of(case.structs), dtype=np.dtype("float64"))
+    double = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float64), case.structs)
     assert "not float64" in BACKEND.not_supported_reasons(double, A100, "forward")[-1]
-    assert BACKEND.not_supported_reasons(NormProblem.of(case.structs), Device("cpu", "cpu"), "forward")
-    problem = NormProblem.of(RmsNormCase("", rows=4, columns=4096).structs)
+    assert BACKEND.not_supported_reasons(case.structs, Device("cpu", "cpu"), "forward")
+    problem = RmsNormCase("", rows=4, columns=4096).structs
     for said, params in (
         ("256 elements of rows of each thread", NormForwardParams(8, 4096, 4)),
         ("131072 bytes of rows do not fit", NormForwardParams(8, 4096, 32)),

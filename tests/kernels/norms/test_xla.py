@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.kernels.norms.conformance import NormConformance, cotangents_of, oracle, run
 from tilewright.kernels.norms.cases import LayerNormCase, RmsNormCase
-from tilewright.kernels.norms.inputs import NormInputs, NormProblem
+from tilewright.kernels.norms.inputs import NormInputs
 from tilewright.kernels.norms.xla import XlaNorm
 from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
@@ -19,7 +19,7 @@ PARAMS = (FwdParams(), BwdParams())
 class TestXla(NormConformance):
     backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = XlaNorm()
 
-    def params(self, problem: NormProblem) -> tuple[Any, Any]:
+    def params(self, problem: NormInputs) -> tuple[Any, Any]:
         return PARAMS
 
 
@@ -38,7 +38,7 @@ def test_symbolic_rows():
     (rows,) = jax.export.symbolic_shape("rows")
 
     def forward(x: Any, weight: Any) -> Any:
-        return XlaNorm().forward(NormInputs(x, None, weight, None, RmsNormCase("").options), FwdParams()).out
+        return XlaNorm().forward(NormInputs(x, weight=weight, **RmsNormCase("").options), FwdParams()).out
 
     x, weight = jax.ShapeDtypeStruct((rows, 16), jnp.float32), jnp.ones(16)
     assert jax.export.export(jax.jit(forward))(x, weight).out_avals[0].shape == (rows, 16)

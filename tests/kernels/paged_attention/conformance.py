@@ -18,7 +18,7 @@ from tests.support.suites import covered, crossed, sampled
 from tilewright.kernels import kernel
 from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.paged_attention.cases import ServingCase
-from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
+from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
 from tilewright.kernels.paged_attention.ops.ragged_decode_attention import RaggedDecodeCase
@@ -90,15 +90,14 @@ def describe(op_and_case: tuple[str, ServingCase]) -> str:
 def inputs_of(op: str, case: ServingCase, seed: int = 0) -> PagedInputs:
     """What a backend gets of a case."""
     positional, keywords = case.arguments(seed)
-    args, kwargs = kernel(op).prepare(*positional, **keywords)
+    inputs: PagedInputs = kernel(op).prepare(*positional, **keywords)
     # Compiled as one: what is written costs dozens of small programs otherwise.
-    made = functools.partial(kernel(op).inputs, **kwargs)
-    return jax.jit(made)(*args) if kwargs["writes"] else made(*args)
+    return jax.jit(kernel(op).completed)(inputs) if inputs.writes else inputs
 
 
-def problem_of(op: str, case: ServingCase) -> PagedProblem:
+def structs_of(op: str, case: ServingCase) -> PagedInputs:
     """What selection sees of a case."""
-    return PagedProblem.of(jax.eval_shape(lambda: inputs_of(op, case)))
+    return jax.eval_shape(lambda: inputs_of(op, case))
 
 
 PACKED_ON_HOPPER: dict[str, Any] = {
@@ -108,9 +107,9 @@ PACKED_ON_HOPPER: dict[str, Any] = {
 """Sizes of packed queries that every kernel for them on Hopper takes."""
 
 
-def packed_problem(**fields: Any) -> PagedProblem:
+def packed_structs(**fields: Any) -> PagedInputs:
     """Of sizes that every kernel for packed queries on Hopper takes, but for the fields that are given."""
-    return problem_of("ragged_page_attention", RaggedPageCase("", **PACKED_ON_HOPPER | fields))
+    return structs_of("ragged_page_attention", RaggedPageCase("", **PACKED_ON_HOPPER | fields))
 
 
 QUICK: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
@@ -154,16 +153,15 @@ class PagedConformance(abc.ABC):
             metafunc.parametrize(("op_and_case",), self.cases, ids=describe)
 
     @abc.abstractmethod
-    def params(self, problem: PagedProblem) -> Any:
+    def params(self, inputs: PagedInputs) -> Any:
         """What to run with."""
 
     def run(self, inputs: PagedInputs) -> Any:
-        problem = PagedProblem.of(inputs)
         with type(self).machine():
-            reasons = self.backend.not_supported_reasons(problem, current_device(), "forward")
+            reasons = self.backend.not_supported_reasons(inputs, current_device(), "forward")
             if reasons:
                 pytest.skip("; ".join(reasons))
-            params = self.params(problem)
+            params = self.params(inputs)
             quick = QUICK if current_device().kind == "cpu" else None
             run = jax.jit(lambda inputs: self.backend.forward(inputs, params), compiler_options=quick)
             return jax.block_until_ready(run(inputs))
@@ -186,10 +184,10 @@ class PagedConformance(abc.ABC):
     def test_lengths_of_zero_and_beyond_the_table(self, lengths: list[int]):
         positional, _ = DecodeCase("", **PAGED, paged=True).arguments()
         *cache, _ = positional
-        args, kwargs = kernel("decode_attention").prepare(
+        inputs = kernel("decode_attention").prepare(
             *cache, jnp.asarray(lengths), DecodeCase("", **PAGED, paged=True).arguments()[1]["page_table"]
         )
-        out, lse = self.run_and_check(kernel("decode_attention").inputs(*args, **kwargs))
+        out, lse = self.run_and_check(inputs)
         for row, length in enumerate(lengths):
             if length <= 0:
                 assert not np.any(np.asarray(out[row]))
@@ -206,10 +204,10 @@ class PagedConformance(abc.ABC):
         key, value = (
             array.at[at].set(jnp.where(before[..., None, None], jnp.nan, array[at])) for array in (key, value)
         )
-        args, kwargs = kernel("page_attention").prepare(
+        inputs = kernel("page_attention").prepare(
             query, key, value, table, lengths, starts, softmax_aux=given["softmax_aux"]
         )
-        out, _ = self.run_and_check(kernel("page_attention").inputs(*args, **kwargs))
+        out, _ = self.run_and_check(inputs)
         assert np.isfinite(np.asarray(out)).all()
         assert not np.any(np.asarray(out[2]))
 
@@ -226,8 +224,8 @@ class PagedConformance(abc.ABC):
         named = set(table[(table >= 0) & (table < key.shape[0])].tolist())
         unused = [page for page in range(key.shape[0]) if page not in named]
         key, value = (array.at[jnp.asarray(unused, jnp.int32)].set(jnp.nan) for array in (key, value))
-        args, kwargs = kernel("ragged_page_attention").prepare(query, key, value, table, lengths, cum)
-        out, _ = self.run_and_check(kernel("ragged_page_attention").inputs(*args, **kwargs))
+        inputs = kernel("ragged_page_attention").prepare(query, key, value, table, lengths, cum)
+        out, _ = self.run_and_check(inputs)
         assert np.isfinite(np.asarray(out)).all()
 
     @pytest.mark.parametrize("paged", sampled([False, True], test=[True]))

@@ -15,7 +15,7 @@ import pytest
 from tests.kernels.paged_attention.conformance import check, inputs_of
 from tests.support.suites import sampled
 from tilewright.kernels.op.backend import Implementation
-from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
+from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
 from tilewright.ops.utils.device import current_device
 
@@ -63,7 +63,7 @@ class LatentConformance(abc.ABC):
 
     def run(self, inputs: PagedInputs, splits: int = 1) -> Any:
         with type(self).machine():
-            reasons = self.backend.not_supported_reasons(PagedProblem.of(inputs), current_device(), "forward")
+            reasons = self.backend.not_supported_reasons(inputs, current_device(), "forward")
             # Of these tests, none is for something else; the interpreter's device is not the card.
             assert all("compute capability" in reason for reason in reasons), reasons
             run = jax.jit(lambda inputs: self.backend.forward(inputs, self.params(splits)))

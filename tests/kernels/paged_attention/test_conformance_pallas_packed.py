@@ -12,13 +12,13 @@ import pytest
 import tilewright
 from tests.kernels.conftest import H100
 from tests.kernels.hopper.schedule import check_schedules
-from tests.kernels.paged_attention.conformance import check, inputs_of, problem_of
+from tests.kernels.paged_attention.conformance import check, inputs_of, structs_of
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import crossed, sampled
 from tilewright.kernels import kernel
 from tilewright.kernels.cuda import toolchain
 from tilewright.kernels.paged_attention.hopper.packed_backend import HopperChunkParams, PallasGpuPackedAttention
-from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
+from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageAttention, RaggedPageCase
 from tilewright.ops import ConfigSelectorChain, Executor
 from tilewright.ops.kernel.prepared import prepared
@@ -62,7 +62,7 @@ def forward(inputs: PagedInputs, stages: int = 2) -> Any:
 
 
 def run(inputs: PagedInputs, stages: int = 2, detect_races: bool = False) -> Any:
-    assert not BACKEND.forward_reasons(PagedProblem.of(inputs), H100)
+    assert not BACKEND.not_supported_reasons(inputs, H100, "forward")
     with interpret_mosaic(detect_races=detect_races):
         return jax.block_until_ready(jax.jit(lambda inputs: forward(inputs, stages))(inputs))
 
@@ -191,17 +191,17 @@ def test_the_op_takes_chunks_that_fill_the_device_there(
 def test_what_ships_can_run():
     served = 0
     for case in RaggedPageAttention.cases.by_device["gpu"].values():
-        problem = problem_of("ragged_page_attention", case)
-        if BACKEND.forward_reasons(problem, H100):
+        inputs = structs_of("ragged_page_attention", case)
+        if BACKEND.not_supported_reasons(inputs, H100, "forward"):
             continue
         served += 1
-        candidates = BACKEND.candidates(problem, H100, "forward")
-        assert BACKEND.heuristic(problem, H100, "forward") == candidates[0]
-        assert not any(BACKEND.config_reasons(problem, H100, "forward", each) for each in candidates)
-        (footprint,) = BACKEND.footprints(problem, H100, "forward", candidates[0])
+        candidates = BACKEND.candidates(inputs, H100, "forward")
+        assert BACKEND.heuristic(inputs, H100, "forward") == candidates[0]
+        assert not any(BACKEND.config_reasons(inputs, H100, "forward", each) for each in candidates)
+        (footprint,) = BACKEND.footprints(inputs, H100, "forward", candidates[0])
         assert (footprint.threads, footprint.shared_bytes) < (512, 227 << 10)
     assert served >= 2
-    wide = problem_of("ragged_page_attention", RaggedPageCase("", **SIZES | {"head_dim": 128}))
+    wide = structs_of("ragged_page_attention", RaggedPageCase("", **SIZES | {"head_dim": 128}))
     assert BACKEND.config_reasons(wide, H100, "forward", HopperChunkParams(4))
 
 

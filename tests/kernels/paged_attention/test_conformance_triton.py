@@ -14,11 +14,11 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.kernels.conftest import A100, H100
-from tests.kernels.paged_attention.conformance import PAGED, PagedConformance, check, chosen, inputs_of, problem_of
+from tests.kernels.paged_attention.conformance import PAGED, PagedConformance, check, chosen, inputs_of, structs_of
 from tests.support.suites import crossed
 from tilewright.kernels import kernel
 from tilewright.kernels.op.backend import Implementation
-from tilewright.kernels.paged_attention.inputs import FAR, PagedProblem
+from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
 from tilewright.kernels.paged_attention.ops.page_attention import PageCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
@@ -37,10 +37,10 @@ class TestTriton(PagedConformance):
     cases = chosen()
     machine: ClassVar[Callable[[], AbstractContextManager[Any]]] = staticmethod(interpret_triton)
 
-    def params(self, problem: PagedProblem) -> Any:
-        several = problem.longest_q > 1
+    def params(self, inputs: PagedInputs) -> Any:
+        several = inputs.longest_q > 1
         # One part, several, and more parts than there are keys take turns.
-        splits = (1, 2, 5)[(problem.head_dim + problem.capacity + problem.page_size) % 3]
+        splits = (1, 2, 5)[(inputs.head_dim + inputs.capacity + inputs.page_size) % 3]
         return FwdParams(
             q_blocksize=4 if several else 1, kv_blocksize=16, num_key_splits=splits, num_warps=4, num_stages=2
         )
@@ -85,10 +85,10 @@ def test_small_weights_of_many_keys_count():
     key = jnp.zeros((1, keys, 1, 32), jnp.int8).at[0, 0, 0, 0].set(100)
     value = jnp.ones((1, keys, 1, 32), jnp.int8).at[0, 0].set(0)
     op, scales = kernel("decode_attention"), {"key_scale": bits * math.log(2.0) / 100, "value_scale": 1.0}
-    args, kwargs = op.prepare(query, key, value, jnp.asarray([keys]), softmax_scale=1.0, **scales)
+    inputs = op.prepare(query, key, value, jnp.asarray([keys]), softmax_scale=1.0, **scales)
     params = FwdParams(q_blocksize=1, kv_blocksize=64, num_key_splits=1)
     with interpret_triton():
-        out, _ = jax.jit(lambda inputs: BACKEND.forward(inputs, params))(op.inputs(*args, **kwargs))
+        out, _ = jax.jit(lambda inputs: BACKEND.forward(inputs, params))(inputs)
     np.testing.assert_allclose(np.asarray(out, np.float32), 4096 * 2.0**-bits, rtol=2.0**-6)
 
 
@@ -120,17 +120,17 @@ SHIPPED = {
 @pytest.mark.parametrize("name", SHIPPED)
 def test_what_ships_can_run_and_fills_the_card(name: str):
     op, case = SHIPPED[name]
-    problem = problem_of(op, case)
-    assert not BACKEND.forward_reasons(problem, H100)
-    best = BACKEND.heuristic(problem, H100, "forward")
-    assert not BACKEND.config_reasons(problem, H100, "forward", best)
+    inputs = structs_of(op, case)
+    assert not BACKEND.not_supported_reasons(inputs, H100, "forward")
+    best = BACKEND.heuristic(inputs, H100, "forward")
+    assert not BACKEND.config_reasons(inputs, H100, "forward", best)
     assert 1 <= best.num_key_splits <= MAX_SPLITS
-    tiles = problem.sequences * best.num_key_splits * problem.kv_heads
-    assert tiles * max(problem.groups // 64, 1) >= 3 * H100.cores
-    candidates = list(BACKEND.candidates(problem, H100, "forward"))
+    tiles = inputs.sequences * best.num_key_splits * inputs.kv_heads
+    assert tiles * max(inputs.groups // 64, 1) >= 3 * H100.cores
+    candidates = list(BACKEND.candidates(inputs, H100, "forward"))
     assert candidates
     assert best not in candidates
-    assert not any(BACKEND.config_reasons(problem, H100, "forward", each) for each in candidates)
+    assert not any(BACKEND.config_reasons(inputs, H100, "forward", each) for each in candidates)
 
 
 def test_reasons():
@@ -138,14 +138,14 @@ def test_reasons():
     sizes = {"head_dim": 600, "value_dim": 600, "dtype": "float16"}
     assert (
         "at most 512"
-        in BACKEND.forward_reasons(problem_of("ragged_page_attention", dataclasses.replace(case, **sizes)), H100)[-1]
+        in BACKEND.forward_reasons(structs_of("ragged_page_attention", dataclasses.replace(case, **sizes)), H100)[-1]
     )
-    fp8 = problem_of("ragged_page_attention", dataclasses.replace(case, dtype="bfloat16", kv_dtype="float8_e4m3fn"))
+    fp8 = structs_of("ragged_page_attention", dataclasses.replace(case, dtype="bfloat16", kv_dtype="float8_e4m3fn"))
     assert "8.9" in BACKEND.forward_reasons(fp8, A100)[-1]
-    assert not BACKEND.forward_reasons(fp8, H100)
+    assert not BACKEND.not_supported_reasons(fp8, H100, "forward")
     assert BACKEND.not_supported_reasons(fp8, H100, "backward")
     wrong = FwdParams(q_blocksize=3, kv_blocksize=8, num_warps=4, num_stages=2)
     assert len(BACKEND.config_reasons(fp8, H100, "forward", wrong)) == 2
     large = FwdParams(q_blocksize=1, kv_blocksize=128, num_warps=4, num_stages=4)
-    latent = problem_of("mla_decode", kernel("mla_decode").cases.by_device["gpu"]["64x8192"])
+    latent = structs_of("mla_decode", kernel("mla_decode").cases.by_device["gpu"]["64x8192"])
     assert len(BACKEND.config_reasons(latent, H100, "forward", large)) == 2

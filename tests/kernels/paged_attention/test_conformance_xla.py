@@ -14,11 +14,11 @@ from tests.kernels.paged_attention.conformance import (
     check,
     chosen,
     inputs_of,
-    problem_of,
+    structs_of,
 )
 from tests.support.suites import crossed
 from tilewright.kernels.op.backend import Implementation
-from tilewright.kernels.paged_attention.inputs import PagedProblem
+from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.xla.backend import XlaPagedAttention
@@ -34,8 +34,8 @@ class TestXla(PagedConformance):
     backend: ClassVar[Implementation] = XlaPagedAttention()
     cases = chosen(quick=3)
 
-    def params(self, problem: PagedProblem) -> Any:
-        return FwdParams(q_blocksize=4, kv_blocksize=24, blocksize_heads=2 * problem.heads)
+    def params(self, inputs: PagedInputs) -> Any:
+        return FwdParams(q_blocksize=4, kv_blocksize=24, blocksize_heads=2 * inputs.heads)
 
 
 PARAMS = [
@@ -66,11 +66,11 @@ def test_the_heuristic_is_bounded_and_no_candidate(device: Device):
     backend = XlaPagedAttention()
     for sequences, kv_length, q_lengths in ((1, 131072, (1,)), (256, 1024, (1,)), (2, 64, (700, 1)), (0, 0, (1,))):
         case = RaggedPageCase("", **PAGED | {"sequences": sequences, "kv_length": kv_length}, q_lengths=q_lengths)
-        problem = problem_of("ragged_page_attention", case)
-        best = backend.heuristic(problem, device, "forward")
-        tiles = best.blocksize_heads // problem.heads
+        inputs = structs_of("ragged_page_attention", case)
+        best = backend.heuristic(inputs, device, "forward")
+        tiles = best.blocksize_heads // inputs.heads
         assert best.kv_blocksize <= max(kv_length + 7, 1)
-        assert tiles * best.kv_blocksize * problem.heads * best.q_blocksize * 4 <= 1 << 30
-        others = list(backend.candidates(problem, device, "forward"))
+        assert tiles * best.kv_blocksize * inputs.heads * best.q_blocksize * 4 <= 1 << 30
+        others = list(backend.candidates(inputs, device, "forward"))
         assert best not in others
         assert len(set(others)) == len(others)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.kernels import conftest
 from tests.kernels.conftest import H100
-from tests.kernels.paged_attention.conformance import PACKED_ON_HOPPER, packed_problem
+from tests.kernels.paged_attention.conformance import PACKED_ON_HOPPER, packed_structs
 from tests.support.machine_code import instructions
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.cuda import BuildCache, CudaKernel, Group, build, toolchain
@@ -52,7 +52,7 @@ def with_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_it_serves(fields: dict[str, Any]):
-    assert BACKEND.forward_reasons(packed_problem(**fields), H100) == []
+    assert BACKEND.not_supported_reasons(packed_structs(**fields), H100, "forward") == []
 
 
 @pytest.mark.usefixtures("with_compiler")
@@ -65,23 +65,23 @@ def test_it_serves(fields: dict[str, Any]):
     ],
 )
 def test_reasons_of_its_own(fields: dict[str, Any], reason: str):
-    (why,) = BACKEND.forward_reasons(packed_problem(**fields), H100)
+    (why,) = BACKEND.not_supported_reasons(packed_structs(**fields), H100, "forward")
     assert reason in why
 
 
 @pytest.mark.usefixtures("with_compiler")
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(toolchain, "missing", lambda *_: ["there is no nvcc"])
-    assert BACKEND.forward_reasons(packed_problem(), H100) == ["there is no nvcc"]
-    assert BACKEND.footprints(packed_problem(), H100, "forward", CudaPackedParams())[0].blocks == H100.cores
+    assert BACKEND.not_supported_reasons(packed_structs(), H100, "forward") == ["there is no nvcc"]
+    assert BACKEND.footprints(packed_structs(), H100, "forward", CudaPackedParams())[0].blocks == H100.cores
 
 
 def test_fields():
-    assert problem_fields(packed_problem(sliding_window=(5, None), page_size=16)) == {
+    assert problem_fields(packed_structs(sliding_window=(5, None), page_size=16)) == {
         "tokens": 42, "sequences": 3, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": 1,
-        "num_pages": packed_problem(page_size=16).num_pages, "page_size": 16, "columns": 19, "left": 5, "right": 0,
+        "num_pages": packed_structs(page_size=16).num_pages, "page_size": 16, "columns": 19, "left": 5, "right": 0,
     }  # fmt: skip
-    assert problem_fields(packed_problem(causal=False))["left"] == FAR
+    assert problem_fields(packed_structs(causal=False))["left"] == FAR
     assert from_json(to_json(CudaPackedParams()), CudaPackedParams) == CudaPackedParams()
 
 
@@ -89,7 +89,7 @@ def test_fields():
 @pytest.mark.usefixtures("on_an_h100")
 def test_it_is_compiled_says_its_facts_and_is_lowered(real_cache: BuildCache, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cuda_packed, "KERNEL", CudaKernel(TABLE, real_cache))
-    fields = problem_fields(packed_problem())
+    fields = problem_fields(packed_structs())
     variant, _ = cuda_packed.KERNEL.select(fields, H100)
     assert variant is not None
     facts = cuda_packed.KERNEL.facts(variant, H100)
@@ -108,7 +108,7 @@ def test_it_is_compiled_says_its_facts_and_is_lowered(real_cache: BuildCache, mo
     assert re.findall(r'variant = "(\w+)"', text) == ["packed_hopper_bf16_k128"]
     (scale,) = re.findall(r"scale = ([0-9.e+-]+) : f32", text)
     assert np.float32(scale) == np.float32(128**-0.5)
-    with pytest.raises(UnsupportedError, match="soft cap"):
+    with pytest.raises(UnsupportedError, match="logits_soft_cap"):
         ragged_page_attention(*args, **keywords, logits_soft_cap=3.0, platform="cuda")
 
 

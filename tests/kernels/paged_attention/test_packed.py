@@ -1,19 +1,15 @@
 """What the kernels for packed queries on Hopper decline alike, and where they leave a call to others."""
 
-import dataclasses
 from typing import Any
 
-import jax
 import pytest
 
 from tests.kernels.conftest import A100, H100
-from tests.kernels.paged_attention.conformance import PACKED_ON_HOPPER, inputs_of, packed_problem
+from tests.kernels.paged_attention.conformance import packed_structs
 from tilewright.kernels.cuda import toolchain
 from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.paged_attention.cuda.packed import CudaPackedAttention
 from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
-from tilewright.kernels.paged_attention.inputs import PagedProblem
-from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 
 
 @pytest.fixture(params=[CudaPackedAttention(), PallasGpuPackedAttention()], ids=["cuda", "pallas"])
@@ -23,33 +19,32 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    ("fields", "reasons"),
     [
-        ({"page_size": 8}, "power of two"),
-        ({"page_size": 48}, "power of two"),
-        ({"head_dim": 96}, "64 or 128"),
-        ({"head_dim": 64, "value_dim": 128}, "64 or 128"),
-        ({"dtype": "float32"}, "bfloat16 or float16"),
-        ({"kv_dtype": "int8", "scale": "token"}, "no scales"),
-        ({"heads": 72}, "8 heads"),
-        ({"heads": 16, "kv_heads": 1}, "8 heads"),
-        ({"logits_soft_cap": 20.0}, "soft cap"),
-        ({"alibi": True}, "ALiBi"),
-        ({"sinks": 1}, "sinks"),
+        ({"page_size": 8}, ["power of two"]),
+        ({"page_size": 48}, ["power of two"]),
+        ({"head_dim": 96}, ["64 or 128"]),
+        ({"head_dim": 64, "value_dim": 128}, ["64 or 128"]),
+        ({"dtype": "float32"}, ["bfloat16 or float16"]),
+        ({"kv_dtype": "int8", "scale": "token"}, ["key_scale", "value_scale", "query's dtype"]),
+        ({"heads": 72}, ["8 heads"]),
+        ({"heads": 16, "kv_heads": 1}, ["8 heads"]),
+        ({"logits_soft_cap": 20.0}, ["logits_soft_cap=20.0"]),
+        ({"alibi": True}, ["alibi_slopes"]),
+        ({"sinks": 1}, ["softmax_aux"]),
     ],
 )
-def test_reasons(backend: Implementation, fields: dict[str, Any], reason: str):
-    (why,) = backend.forward_reasons(packed_problem(**fields), H100)
-    assert reason in why
+def test_reasons(backend: Implementation, fields: dict[str, Any], reasons: list[str]):
+    found = backend.not_supported_reasons(packed_structs(**fields), H100, "forward")
+    assert all(reason in why for reason, why in zip(reasons, found, strict=True)), found
 
 
 def test_reasons_of_devices_directions_and_calls(backend: Implementation):
-    assert backend.forward_reasons(packed_problem(), H100) == []
-    assert "9.0" in backend.forward_reasons(packed_problem(), A100)[0]
-    assert backend.not_supported_reasons(packed_problem(), H100, "backward")
-    inputs = jax.eval_shape(lambda: inputs_of("ragged_page_attention", RaggedPageCase("", **PACKED_ON_HOPPER)))
-    dense = PagedProblem.of(dataclasses.replace(inputs, page_table=None))
-    assert "page table" in backend.forward_reasons(dense, H100)[0]
+    assert backend.not_supported_reasons(packed_structs(), H100, "forward") == []
+    assert "9.0" in backend.reasons(packed_structs(), A100, "forward")[0]
+    assert backend.not_supported_reasons(packed_structs(), H100, "backward")
+    dense = packed_structs().replace(page_table=None)
+    assert "page table" in backend.reasons(dense, H100, "forward")[0]
 
 
 @pytest.mark.parametrize(
@@ -63,4 +58,4 @@ def test_reasons_of_devices_directions_and_calls(backend: Implementation):
     ],
 )
 def test_what_others_are_likely_faster_at(backend: Implementation, fields: dict[str, Any], others: bool):
-    assert backend.deprioritized(packed_problem(**fields), H100, "forward") == others
+    assert backend.deprioritized(packed_structs(**fields), H100, "forward") == others

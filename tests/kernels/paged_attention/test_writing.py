@@ -48,8 +48,7 @@ def test_against_the_oracle(kv_dtype: str, scale: tuple[int, ...] | None):
     pages = KEY_PAGES.astype(kv_dtype), VALUE_PAGES.astype(kv_dtype)
     scales = {} if scale is None else {name: jnp.full(scale, 0.03) for name in ("key_scale", "value_scale")}
     op = UpdatePages()
-    args, kwargs = op.prepare(*pages, 100 * KEY, VALUE, TABLE, LENGTHS, CUM, **scales)
-    want = jax.jit(lambda *args: op.reference(*args, **kwargs))(*args)
+    want = jax.jit(op.reference)(op.prepare(*pages, 100 * KEY, VALUE, TABLE, LENGTHS, CUM, **scales))
     got = update_pages(*pages, 100 * KEY, VALUE, TABLE, LENGTHS, CUM, **scales)
     assert len(got) == len(want) == (2 if scale is None else 4)
     for ours, theirs in zip(got, want, strict=True):
@@ -96,8 +95,7 @@ def test_what_has_no_place_is_dropped_and_the_last_of_two_stays():
 def test_hostile_lengths_and_boundaries_are_those_of_the_oracle(lengths: list[int], cum: list[int]):
     op = UpdatePages()
     call = (KEY_PAGES, VALUE_PAGES, KEY, VALUE, TABLE, jnp.asarray(lengths), jnp.asarray(cum))
-    args, kwargs = op.prepare(*call)
-    for ours, theirs in zip(update_pages(*call), op.reference(*args, **kwargs), strict=True):
+    for ours, theirs in zip(update_pages(*call), op.reference(op.prepare(*call)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 

@@ -643,7 +643,7 @@ def calls():
     """The invocations of ``PROGRAM``, and for each the config of the lock: none is what a heuristic says."""
     import jax.numpy as jnp
 
-    from tilewright.kernels.op.portfolio import Choice
+    from tilewright.kernels.op.choice import Choice
     from tilewright.modules import flash_attention
     from tilewright.ops import BwdParams, find_invocations
 

@@ -77,7 +77,7 @@ class TestValues:
         assert found.regret_ms == pytest.approx(0.2)
         assert found.regret == pytest.approx(0.25)
         reported = ReportedCall(found, "", {}, "")
-        assert (reported.fastest, reported.regret_ms) == (found.fastest, found.regret_ms)
+        assert (reported.call.fastest, reported.call.regret_ms) == (found.fastest, found.regret_ms)
         assert dataclasses.replace(found, chosen=2).regret_ms is None
         assert dataclasses.replace(found, chosen=2).regret is None
 

@@ -6,8 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.op.backend import Platform
-from tilewright.kernels.op.portfolio import Choice
+from tilewright.kernels.op.choice import Choice, Platform
 from tilewright.modules import FlashAttention
 from tilewright.ops import FwdParams
 from tilewright.ops.kernel.prepared import prepared
@@ -52,7 +51,7 @@ def test_the_key_of_a_real_call_names_arrays_mask_and_scale():
     query = jax.ShapeDtypeStruct((1, 512, 8, 64), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
     inv, _ = prepared(FlashAttention(), (query, key, key), {"causal": True}, concrete=False)
-    assert describe_key(inv.key) == "bf16[1,512,8,64] bf16[1,512,2,64]×2 CausalMask softmax_scale=0.125"
+    assert describe_key(inv.key) == "bf16[1,512,8,64] bf16[1,512,2,64]×2 mask=CausalMask softmax_scale=0.125"
 
 
 def test_the_platforms_of_a_call_are_named():

@@ -11,12 +11,15 @@ import jax
 
 from tilewright.cli.mistakes import first_line
 from tilewright.kernels import OPS, kernel
-from tilewright.kernels.op.backend import Implementation
-from tilewright.kernels.op.portfolio import LazyImplementation, implementation_name
+from tilewright.kernels.op.backend import Implementation, LazyImplementation
+from tilewright.kernels.op.choice import implementation_name
+from tilewright.kernels.op.inputs import OpInputs
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device, local_devices
 from tilewright.ops.utils.known_devices import find_device
+
+type Backend = Implementation[Any, Any, Any, Any]
 
 STAND_IN = find_device("NVIDIA H100 80GB HBM3").device
 """The device to ask about if there is no GPU, so that other missing requirements can be installed beforehand."""
@@ -46,9 +49,9 @@ def served_backends() -> list[ServedBackend]:
     """Probes every backend of every op. Takes seconds, since installed packages are imported."""
     present = present_devices()
     return [
-        _served(op, lazy, problems, present)
+        _served(op, lazy, calls, present)
         for op in OPS
-        for problems in [list(problems_of(op)) if present else []]
+        for calls in [list(calls_of(op)) if present else []]
         for lazy in kernel(op).implementations
     ]
 
@@ -68,8 +71,8 @@ def _device(device: Any) -> Device:
         return current_device()
 
 
-def problems_of(op: str) -> Iterator[Any]:
-    """Problems of all of an op's cases with brief sizes: a backend that serves none of them serves nothing."""
+def calls_of(op: str) -> Iterator[OpInputs]:
+    """The inputs of all of an op's cases with brief sizes: a backend that serves none of them serves nothing."""
     op_kernel = kernel(op)
     cases = {}
     for table in op_kernel.cases.by_device.values():
@@ -81,40 +84,40 @@ def problems_of(op: str) -> Iterator[Any]:
     for case in cases.values():
         positional, keywords = case.arguments()
         inv, _ = prepared(op_kernel, positional, keywords, concrete=False)
-        yield op_kernel.problem_of(inv)
+        yield op_kernel.inputs_of(inv)
 
 
-def _served(op: str, lazy: LazyImplementation, problems: Sequence[Any], present: Sequence[Device]) -> ServedBackend:
+def _served(op: str, lazy: LazyImplementation, calls: Sequence[OpInputs], present: Sequence[Device]) -> ServedBackend:
     try:
         loaded = lazy.load()
     except Exception as error:  # an import runs code of packages that may be broken in any way
-        return ServedBackend(op, lazy.module_name, (), load_failure(error))
+        return ServedBackend(op, lazy.loaded.name, (), load_failure(error))
     name = implementation_name(loaded.platform, loaded.algorithm)
-    if not problems:
+    if not calls:
         return ServedBackend(op, name, (), "it can be loaded, and there is no device to ask it about")
-    reasons = {device.name: common_reasons(loaded, problems, device) for device in present}
+    reasons = {device.name: common_reasons(loaded, calls, device) for device in present}
     serving = tuple(device for device, reasons_against in reasons.items() if not reasons_against)
     if serving:
         broken = _late_import_error(loaded)
         return ServedBackend(op, name, () if broken else serving, broken)
     reasons_against = [_OF_DEVICE.sub("", reason) for reason in next(iter(reasons.values()))]
     if all(device.kind == "cpu" for device in present):
-        reasons_against += common_reasons(loaded, problems, STAND_IN)
+        reasons_against += common_reasons(loaded, calls, STAND_IN)
     return ServedBackend(op, name, (), one_line(reasons_against))
 
 
-def common_reasons(loaded: Implementation, problems: Sequence[Any], device: Device) -> list[str]:
-    """The reasons that a backend gives for every problem; empty as soon as it serves one."""
+def common_reasons(loaded: Backend, calls: Sequence[OpInputs], device: Device) -> list[str]:
+    """The reasons that a backend gives for every call; empty as soon as it serves one."""
     common: list[str] | None = None
-    for problem in problems:
-        reasons = loaded.not_supported_reasons(problem, device, "forward")
+    for inputs in calls:
+        reasons = loaded.not_supported_reasons(inputs, device, "forward")
         if not reasons:
             return []
         common = reasons if common is None else [each for each in common if each in reasons] or common
     return common or []
 
 
-def _late_import_error(backend: Implementation) -> str:
+def _late_import_error(backend: Backend) -> str:
     module, _, function = backend.late_import.partition(":")
     try:
         found = importlib.import_module(module) if module else None

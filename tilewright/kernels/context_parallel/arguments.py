@@ -81,11 +81,10 @@ def prepare(
         "logits_soft_cap": arguments.soft_cap(options["logits_soft_cap"]),
         "precision": arguments.matmul_precision(options["precision"]),
         "platform": arguments.platforms(options["platform"]),
-        "cfg": options["cfg"],
     }
     call = ContextCall(
         axis, split, band, moving, bottom_right, _longest(cum_seqlens), tuple(checked.items()),
-        arguments.flag("return_lse", return_lse),
+        options["cfg"], arguments.flag("return_lse", return_lse),
     )  # fmt: skip
     sizes = Sizes(
         split, queries.shape[0], queries.shape[2], keys.shape[2], queries.shape[3], values.shape[3],

@@ -24,7 +24,8 @@ class ContextCall:
       moving_ends: True if the band counts from the ends of each batch element or packed sequence, which only arrays of
         positions describe.
       longest: tokens of the longest packed sequence, if its boundaries are known on the host.
-      options: keyword arguments of every call of the kernel.
+      options: keyword arguments of every call of the kernel, without the config.
+      cfg: the config of every call of the kernel, if the caller gave one.
       return_lse: True if the caller gets the log-sum-exp, and may differentiate it.
     """
 
@@ -35,6 +36,7 @@ class ContextCall:
     bottom_right: bool
     longest: int | None
     options: tuple[tuple[str, Any], ...]
+    cfg: Any
     return_lse: bool
 
     @property

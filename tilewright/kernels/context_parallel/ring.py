@@ -27,7 +27,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,15 +37,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from tilewright.kernels.context_parallel.call import ContextCall, MaskArrays, mask_of
 from tilewright.kernels.context_parallel.plan import Rectangle, Segment, Step, ring_steps, segments
-from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.operands import by_row
 from tilewright.kernels.flash_attention.results import row_terms, sinks_gradient
+from tilewright.kernels.masks import Mask
 from tilewright.kernels.numerics.softmax import accumulation_dtype, finite_shift
 from tilewright.kernels.op.portfolio import Portfolio
-from tilewright.kernels.op.sharding import AxisName, beside_transfer, vary_over, varying_axes
+from tilewright.kernels.op.sharding import AxisName, vary_over, varying_axes
 from tilewright.kernels.op.xla_flags import permutes_by_copies
+from tilewright.ops.kernel.prepared import prepare
 
-type AttentionKernel = Portfolio[Any, Any, Any]
+type AttentionKernel = Portfolio[Any, Any]
 type Index = int | jax.Array
 type Range = tuple[int, int]
 
@@ -207,15 +209,11 @@ def _forward(
     ) -> Partial:
         keys, found = travelling.keys(held), []
         for part in plan:
-            rows, columns = slice(*part.rows), slice(*part.columns)
             mask = _mask(call, arrays, keys.ids, index, context.shift, part)
+            inputs = _inputs(kernel, call, query, keys, part, mask, return_lse=True)
             # Backward kernels have no form that leaves SMs, so they are not told.
-            with beside_transfer(not context.last and not permutes_by_copies()):
-                results = kernel(
-                    query[:, rows], keys.key[:, columns], keys.value[:, columns], None, mask,
-                    return_lse=True, **dict(call.options),
-                )  # fmt: skip
-            found.append((part.rows, results))
+            inputs = inputs.replace(beside_transfer=not context.last and not permutes_by_copies())
+            found.append((part.rows, kernel(inputs, cfg=call.cfg)))
         if partial is None and context.separate.rows:
             shape = (*query.shape[:3], value.shape[3])
             out = _placed([(rows, out) for rows, (out, _) in found], shape, 1, query)
@@ -254,15 +252,13 @@ def _backward(kernel: AttentionKernel, call: ContextCall, residuals: Any, cotang
     ) -> Any:
         keys, found = travelling.keys(held), []
         for part in plan:
-            rows, columns = slice(*part.rows), slice(*part.columns)
+            rows = slice(*part.rows)
             mask = _mask(call, arrays, keys.ids, index, context.shift, part)
             d_lse_part = (d_lse[:, :, rows],) if call.return_lse else ()
             # out and lse are those over all keys: P = exp(S − lse), and delta = rowsum(dO ∘ O) − dlse.
-            gradients = kernel.gradients(
-                ("query", "key", "value"), (out[:, rows], lse[:, :, rows]), (d_out[:, rows], *d_lse_part),
-                query[:, rows], keys.key[:, columns], keys.value[:, columns], None, mask,
-                return_lse=call.return_lse, **dict(call.options),
-            )  # fmt: skip
+            results, d_results = (out[:, rows], lse[:, :, rows]), (d_out[:, rows], *d_lse_part)
+            inputs = _inputs(kernel, call, query, keys, part, mask, return_lse=call.return_lse)
+            gradients = kernel.gradients(("query", "key", "value"), results, d_results, inputs, cfg=call.cfg)
             found.append((part.rows, part.columns, gradients))
         if d_query is None:
             together = _placed if context.separate.rows else _summed
@@ -297,7 +293,7 @@ def _backward(kernel: AttentionKernel, call: ContextCall, residuals: Any, cotang
     complete = gradients.astype(key.dtype)
     d_key, d_value = travelling.gradients(_hop(complete, call.axis, -steps[-1].shift if steps else 0))
     # Of the sinks and the rows alone.
-    inputs = AttentionInputs(query, key, value, None, None, sinks, None, AttentionOptions(1.0))
+    inputs = AttentionInputs(query, key, value, 1.0, softmax_aux=sinks)
     terms = row_terms(inputs, out, lse, d_out, d_lse if call.return_lse else None)
     d_sinks = sinks_gradient(inputs, *terms)
     return d_query.astype(query.dtype), d_key, d_value, d_sinks, None
@@ -374,6 +370,23 @@ def _mask(
         (layout.positions(source, layout.kv_length)[columns], None if kv_ids is None else kv_ids[:, columns]),
         part.band,
     )
+
+
+def _inputs(
+    kernel: AttentionKernel,
+    call: ContextCall,
+    query: jax.Array,
+    keys: Keys,
+    part: Rectangle,
+    mask: Mask | None,
+    *,
+    return_lse: bool,
+) -> AttentionInputs:
+    """The kernel's inputs for a rectangle."""
+    rows, columns = slice(*part.rows), slice(*part.columns)
+    arrays = query[:, rows], keys.key[:, columns], keys.value[:, columns], None, mask
+    (inputs,), _ = prepare(kernel, arrays, {"return_lse": return_lse, **dict(call.options)})
+    return cast(AttentionInputs, inputs)
 
 
 def _nothing(query: jax.Array, value: jax.Array) -> Partial:

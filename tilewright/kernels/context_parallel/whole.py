@@ -81,8 +81,8 @@ def _call(
     mask: Any,
     sinks: jax.Array | None,
 ) -> Results:
-    options = dict(call.options)
-    found = kernel(query, key, value, None, mask, softmax_aux=sinks, return_lse=call.return_lse, **options)
+    options = dict(call.options) | {"softmax_aux": sinks, "return_lse": call.return_lse}
+    found = kernel(query, key, value, None, mask, cfg=call.cfg, **options)
     if call.return_lse:
         return cast(Results, found)
     # Nobody reads it: XLA removes it with the transfers that it would need.

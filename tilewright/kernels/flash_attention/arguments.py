@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.kernels.numerics.dropout import drawn_probability
 from tilewright.kernels.op.arguments import apply, as_array, is_floating, is_integer, number, reshape
 
 type CausalAlignment = Literal["top_left", "bottom_right"]
@@ -85,7 +86,8 @@ def dropout(dropout_prob: object, dropout_seed: object) -> tuple[float, Any]:
     if prob > 0.0 and dropout_seed is None:
         raise ValueError(f"dropout_seed is needed with {dropout_prob=}: an int, uint32[2], or a jax.random key")
     seed = None if dropout_seed is None else seed_words(dropout_seed)
-    return prob, seed if prob > 0.0 else None
+    # What the generator cannot draw is no dropout, which every backend serves.
+    return (prob, seed) if drawn_probability(prob) > 0.0 else (0.0, None)
 
 
 def seed_words(seed: object) -> Any:

@@ -1,87 +1,137 @@
-"""The inputs of every flash attention backend: canonical arrays, one mask, static options."""
+"""The inputs of every flash attention backend: canonical arrays, one mask, options."""
 
-import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32  # noqa: F401
 
 from tilewright.kernels.flash_attention.position_bias import PositionBias
 from tilewright.kernels.masks import Mask
-from tilewright.kernels.numerics.dropout import head_keys
+from tilewright.kernels.numerics.dropout import drawn_probability, head_keys
+from tilewright.kernels.op.inputs import OpInputs, array, static
+from tilewright.ops.kernel.arrays import struct_like
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """The options of a call that are static values, not arrays.
-
-    A backend that does not read a field computes without it: each declines what it cannot do, by name.
-
-    Attributes:
-      dropout_prob: what the generator really drops, a ``drawn_probability`` of ``tilewright.kernels.numerics.dropout``.
-      beside_transfer: a transfer to another device is under way, which needs some of the SMs. It changes no result.
-    """
-
-    softmax_scale: float
-    logits_soft_cap: float | None = None
-    dropout_prob: float = 0.0
-    precision: Any = None
-    beside_transfer: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionInputs:
+class AttentionInputs(OpInputs):
     """A call after ``prepare``; shapes and dtypes hold without further checks.
 
     Causality, window, segments, lengths, packed lengths and an explicit mask are all folded into ``mask`` (``None``:
     every position is visible). ``bias`` has rank 4, each dimension full or 1; a bias that is computed from positions is
-    ``position_bias`` instead, which a backend that does not serve it declines. If these arrays are a device's part of a
-    call, ``dropout_origin`` holds the indices of the first batch element and query head in the whole call, from which
-    the dropout generator counts. ``bias_is_constant`` says to a backward pass that nobody uses the gradient of either
-    bias, the first of which is as large as the scores.
+    ``position_bias`` instead.
+
+    Attributes:
+      dropout_prob: as given; ``drawn_dropout`` is what the generator really drops.
+      beside_transfer: a transfer to another device is under way, which needs some of the SMs.
+      return_lse: the caller reads, and may differentiate, the log-sum-exp.
+      unbatched: the caller's arrays have no batch dimension.
+      dropout_origin: if the arrays are a device's part of a call, the indices of the first batch element and query head
+        in the whole call, from which the dropout generator counts.
     """
 
     query: Float[Array, "batch q_length heads head_dim"]
     key: Float[Array, "batch kv_length kv_heads head_dim"]
     value: Float[Array, "batch kv_length kv_heads value_dim"]
-    bias: Float[Array, "#batch #heads #q_length #kv_length"] | None
-    mask: Mask | None
-    softmax_aux: Float[Array, "heads sinks"] | None
-    dropout_seed: UInt32[Array, "2"] | None
-    options: AttentionOptions
-    dropout_origin: UInt32[Array, "2"] | None = None
-    bias_is_constant: bool = False
+    softmax_scale: float = static()
+    bias: Float[Array, "#batch #heads #q_length #kv_length"] | None = None
     position_bias: PositionBias | None = None
+    mask: Mask | None = None
+    softmax_aux: Float[Array, "heads sinks"] | None = None
+    dropout_seed: UInt32[Array, "2"] | None = None
+    logits_soft_cap: float | None = static(default=None)
+    dropout_prob: float = static(default=0.0)
+    precision: Any = static(default=None)
+    beside_transfer: bool = static(default=False, role="call")
+    return_lse: bool = static(default=False, role="call")
+    unbatched: bool = static(default=False, role="call")
+    dropout_origin: UInt32[Array, "2"] | None = array(default=None, role="stage")
 
-    @property
+    @functools.cached_property
+    def batch(self) -> int:
+        return self.query.shape[0]
+
+    @functools.cached_property
+    def q_length(self) -> int:
+        return self.query.shape[1]
+
+    @functools.cached_property
+    def kv_length(self) -> int:
+        return self.key.shape[1]
+
+    @functools.cached_property
+    def heads(self) -> int:
+        return self.query.shape[2]
+
+    @functools.cached_property
+    def kv_heads(self) -> int:
+        return self.key.shape[2]
+
+    @functools.cached_property
+    def head_dim(self) -> int:
+        return self.query.shape[3]
+
+    @functools.cached_property
+    def value_dim(self) -> int:
+        return self.value.shape[3]
+
+    @functools.cached_property
+    def dtype(self) -> np.dtype:
+        """The dtype of query, key and value."""
+        return np.dtype(self.query.dtype)
+
+    @functools.cached_property
+    def score_shape(self) -> tuple[int, int, int, int]:
+        """Batch, heads, queries and keys."""
+        return self.batch, self.heads, self.q_length, self.kv_length
+
+    @functools.cached_property
+    def groups(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @functools.cached_property
+    def sinks(self) -> int:
+        """The number of extra logits per head."""
+        return 0 if self.softmax_aux is None else self.softmax_aux.shape[1]
+
+    @functools.cached_property
+    def dropout(self) -> bool:
+        """True if probabilities are dropped."""
+        return self.drawn_dropout > 0.0
+
+    @functools.cached_property
+    def drawn_dropout(self) -> float:
+        """The share of the probabilities that the generator drops."""
+        return drawn_probability(self.dropout_prob)
+
+    @functools.cached_property
     def differentiated_bias(self) -> jax.Array | None:
-        """The bias if its gradient is wanted."""
-        return None if self.bias_is_constant else self.bias
+        """The bias if its gradient, which is as large as the scores, is wanted."""
+        return self.bias if self.wants("bias") else None
 
-    @property
+    @functools.cached_property
     def differentiated_position_bias(self) -> PositionBias | None:
         """The bias of positions if its gradient is wanted: that of its values, by the name "position_bias"."""
-        return None if self.bias_is_constant else self.position_bias
+        return self.position_bias if self.wants("position_bias") else None
 
-    @property
+    @functools.cached_property
+    def gradients(self) -> dict[str, jax.ShapeDtypeStruct]:
+        found = super().gradients
+        if self.differentiated_position_bias is not None:
+            found["position_bias"] = struct_like(self.differentiated_position_bias.values)
+        return found
+
+    @functools.cached_property
     def is_empty(self) -> bool:
         """True if there are no queries or no keys, or they have no elements."""
         return 0 in (*self.query.shape, *self.value.shape)
 
 
-jax.tree_util.register_dataclass(
-    AttentionInputs,
-    data_fields=[
-        "query", "key", "value", "bias", "mask", "softmax_aux", "dropout_seed", "dropout_origin", "position_bias",
-    ],
-    meta_fields=["options", "bias_is_constant"],
-)  # fmt: skip
-
-
 def dropout_keys(inputs: AttentionInputs) -> UInt32[Array, "batch heads 2"] | None:
     """The dropout generator's key of every head; None without dropout."""
-    if inputs.dropout_seed is None or not inputs.options.dropout_prob:
+    if inputs.dropout_seed is None or not inputs.dropout:
         return None
     batch, _, heads, _ = inputs.query.shape
     origin = (0, 0) if inputs.dropout_origin is None else inputs.dropout_origin

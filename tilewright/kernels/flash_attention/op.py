@@ -23,25 +23,24 @@ from tilewright.kernels.flash_attention.arguments import (
     query_key_value,
 )
 from tilewright.kernels.flash_attention.cases import CASES
-from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.partitioning import (
     attention_partitioning,
     with_bias_positions,
     with_positions,
 )
 from tilewright.kernels.flash_attention.position_bias import PositionBias, is_position_bias, position_bias
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.reference import attention_reference
 from tilewright.kernels.masks import Mask, TileClass, TileGrid
-from tilewright.kernels.numerics.dropout import drawn_probability
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
-from tilewright.kernels.op.portfolio import Choice, PortfolioKernel, lazy
+from tilewright.kernels.op.backend import lazy
+from tilewright.kernels.op.choice import Choice
+from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.roofline import Cost
-from tilewright.kernels.op.sharding import Partitioning, is_beside_transfer
-from tilewright.ops.kernel.arrays import struct_like
+from tilewright.kernels.op.sharding import Partitioning
 from tilewright.ops.kernel.kernel import Invocation, errors_naming
 from tilewright.ops.kernel.parts import OraclePart
 from tilewright.ops.utils.stable_ids import stable_id
@@ -64,7 +63,7 @@ COST_BLOCK = 64
 @stable_id(
     "tilewright/flash_attention.FlashAttention", formerly=("tilewright.kernels.flash_attention.op:FlashAttention",)
 )
-class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]):
+class FlashAttention(PortfolioKernel[AttentionInputs, Results]):
     """Attention in memory linear in the lengths; see ``flash_attention`` for the arguments."""
 
     cases = CASES
@@ -122,8 +121,8 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         precision: PrecisionLike = None,
         platform: PlatformOption = None,
         cfg: object = None,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Checks a call; returns ``(query, key, value, bias, mask, softmax_aux)`` and the options in canonical form.
+    ) -> AttentionInputs:
+        """Checks a call.
 
         Everything that masks a key for a query is combined into one mask. Arrays keep their values and are not copied;
         those without a batch dimension get one, which ``outputs`` removes.
@@ -153,70 +152,36 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
             added = bias_array(bias, shape.sizes)
         sinks = None if softmax_aux is None else arguments.sinks_array(softmax_aux, heads)
         added, combined, sinks = jax.tree.map(lambda x: arguments.to_32_bit(x, queries.dtype), (added, combined, sinks))
-        # All of it is in the call's key: a new option is added only where it is given, or tables and locks are missed.
-        return (queries, keys, values, added, combined, sinks), {
-            "dropout_seed": seed,
-            "softmax_scale": scale,
-            "logits_soft_cap": arguments.soft_cap(logits_soft_cap),
-            "dropout_prob": prob,
-            "precision": arguments.matmul_precision(precision),
-            "return_lse": arguments.flag("return_lse", return_lse),
-            "unbatched": unbatched,
-            "platform": arguments.platforms(platform),
-        } | ({"beside_transfer": True} if is_beside_transfer() else {})
-
-    def inputs(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        bias: jax.Array | PositionBias | None,
-        mask: Mask | None,
-        softmax_aux: jax.Array | None,
-        *,
-        dropout_seed: jax.Array | None,
-        softmax_scale: float,
-        logits_soft_cap: float | None,
-        dropout_prob: float,
-        precision: object,
-        beside_transfer: bool = False,
-        **_: Any,
-    ) -> AttentionInputs:
-        """The prepared arguments in the form that backends take."""
-        # Rounded here, not in `prepare`: the number as given is in keys of tables and locks.
-        options = AttentionOptions(
-            softmax_scale, logits_soft_cap, drawn_probability(dropout_prob), precision, beside_transfer
-        )
-        of_positions = bias if isinstance(bias, PositionBias) else None
-        array: Any = None if of_positions is not None else bias
+        of_positions = added if isinstance(added, PositionBias) else None
         return AttentionInputs(
-            query, key, value, array, mask, softmax_aux, dropout_seed, options, position_bias=of_positions
+            queries,
+            keys,
+            values,
+            scale,
+            bias=None if of_positions is not None else added,
+            position_bias=of_positions,
+            mask=combined,
+            softmax_aux=sinks,
+            dropout_seed=seed,
+            logits_soft_cap=arguments.soft_cap(logits_soft_cap),
+            dropout_prob=prob,
+            precision=arguments.matmul_precision(precision),
+            return_lse=arguments.flag("return_lse", return_lse),
+            unbatched=unbatched,
+            platform=arguments.platforms(platform),
         )
 
-    def problem(self, *args: Any, **kwargs: Any) -> AttentionProblem:
-        """The sizes of prepared arguments, abstract or concrete."""
-        return AttentionProblem.of(self.inputs(*args, **kwargs), lse_wanted=kwargs["return_lse"])
-
-    def outputs(
-        self, inputs: AttentionInputs, results: Results, *, return_lse: bool, unbatched: bool, **_: Any
-    ) -> Output | Results:
+    def outputs(self, inputs: AttentionInputs, results: Results) -> Output | Results:
         """The caller's results, from ``(out, lse)``."""
-        out, lse = (result[0] for result in results) if unbatched else results
-        return (out, lse) if return_lse else out
+        out, lse = (result[0] for result in results) if inputs.unbatched else results
+        return (out, lse) if inputs.return_lse else out
 
     def cotangents(
-        self,
-        inputs: AttentionInputs,
-        results: Results,
-        cotangents: tuple[Array, ...],
-        *,
-        return_lse: bool,
-        unbatched: bool,
-        **_: Any,
+        self, inputs: AttentionInputs, residuals: Results, cotangents: tuple[Array, ...]
     ) -> tuple[Array, Array | None]:
         """The inverse of ``outputs``: ``(d_out, d_lse)`` from one cotangent per output."""
-        d_out, d_lse = cotangents if return_lse else (cotangents[0], None)
-        if unbatched:
+        d_out, d_lse = cotangents if inputs.return_lse else (cotangents[0], None)
+        if inputs.unbatched:
             d_out, d_lse = d_out[None], None if d_lse is None else d_lse[None]
         return d_out, d_lse
 
@@ -227,55 +192,36 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
         lse = jax.ShapeDtypeStruct((batch, heads, q_length), accumulation_dtype(inputs.query.dtype))
         return jax.ShapeDtypeStruct(out, inputs.query.dtype), lse
 
-    def gradients_of(self, inputs: AttentionInputs) -> dict[str, Any]:
-        """The gradients of all floating-point arrays, also of the values of a bias of positions."""
-        found = super().gradients_of(inputs)
-        if inputs.position_bias is not None:
-            found["position_bias"] = struct_like(inputs.position_bias.values)
-        return found
-
-    def differentiated(self, inputs: AttentionInputs, wanted: frozenset[str]) -> AttentionInputs:
-        """The inputs, with a bias as a constant where nobody uses its gradient."""
-        return dataclasses.replace(inputs, bias_is_constant="bias" not in wanted)
-
     def argument_gradients(self, inputs: AttentionInputs, gradients: dict[str, Any]) -> dict[str, Any]:
-        """The gradients with that of a bias of positions in the structure of the argument ``bias``."""
+        """The gradients with that of a bias of positions in the structure of its field."""
         values = gradients.pop("position_bias", None)
         if inputs.position_bias is None or values is None:
             return gradients
-        return gradients | {"bias": dataclasses.replace(inputs.position_bias, values=values, q_positions=None)}
+        return gradients | {"position_bias": dataclasses.replace(inputs.position_bias, values=values, q_positions=None)}
 
-    def reference(self, *args: Any, **kwargs: Any) -> Output | Results:
-        """The oracle on prepared arguments, computed in the query's dtype: promote narrow arrays for exact results."""
-        inputs = self.inputs(*args, **kwargs)
+    def reference(self, inputs: AttentionInputs) -> Output | Results:
+        """The oracle, computed in the query's dtype: promote narrow arrays for exact results."""
         out, lse = attention_reference(inputs, inputs.query.dtype)
-        return self.outputs(inputs, (out, lse.astype(jnp.promote_types(lse.dtype, jnp.float32))), **kwargs)
+        return self.outputs(inputs, (out, lse.astype(jnp.promote_types(lse.dtype, jnp.float32))))
 
     def oracle_parts(self, invocation: Invocation[Any, Any]) -> list[OraclePart]:
         """The query heads of one key head, of the first and the last batch element; empty for small calls."""
-        problem = self.problem_of(invocation)
-        if 4 * math.prod(problem.score_shape) <= MAX_LOGIT_BYTES:
+        inputs = self.inputs_of(invocation)
+        if 4 * math.prod(inputs.score_shape) <= MAX_LOGIT_BYTES:
             return []
-        coordinates = [(0, 0), (problem.batch - 1, problem.kv_heads - 1)]
+        coordinates = [(0, 0), (inputs.batch - 1, inputs.kv_heads - 1)]
         # Dropout counts from the first head of the first element, and the oracle counts from the start of its part.
-        chosen = dict.fromkeys(coordinates[:1] if problem.dropout else coordinates)
-        return [
-            oracle_part(problem, *coordinate, unbatched=invocation.abstract_kwargs["unbatched"])
-            for coordinate in chosen
-        ]
+        chosen = dict.fromkeys(coordinates[:1] if inputs.dropout else coordinates)
+        return [oracle_part(inputs, *coordinate) for coordinate in chosen]
 
-    def sample_inputs(self, invocation: Invocation[Any, Any], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def sampled(self, inputs: AttentionInputs, key: jax.Array) -> AttentionInputs:
         """Normal arrays, a few segments, lengths of at least half, a mask with a tenth masked."""
-        query, keys, value, bias, mask, softmax_aux = invocation.abstract_args
-        kwargs = dict(invocation.abstract_kwargs)
-        draw = sampling.sampler(key, query.shape[1], keys.shape[1])
-        kwargs["dropout_seed"] = draw.seed(kwargs["dropout_seed"])
-        if isinstance(bias, PositionBias):
-            bias = draw.position_bias(bias)
-        else:
-            bias = draw.normal(bias)
-        floats = [*(draw.normal(struct) for struct in (query, keys, value)), bias, draw.normal(softmax_aux)]
-        return (*floats[:4], None if mask is None else draw.mask(mask), floats[4]), kwargs
+        draw = sampling.sampler(key, inputs.q_length, inputs.kv_length)
+        seed = draw.seed(inputs.dropout_seed)
+        position_bias = None if inputs.position_bias is None else draw.position_bias(inputs.position_bias)
+        floats = {name: draw.normal(getattr(inputs, name)) for name in ("query", "key", "value", "bias", "softmax_aux")}
+        mask = None if inputs.mask is None else draw.mask(inputs.mask)
+        return inputs.replace(dropout_seed=seed, position_bias=position_bias, mask=mask, **floats)
 
     def partitioning(self, inputs: AttentionInputs) -> Partitioning | None:
         """Splits by batch, heads and lengths, as in the types of query, key and value."""
@@ -283,21 +229,21 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
 
     def tolerance_factor(self, invocation: Invocation[Any, Any]) -> float:
         """The tolerance factor, which is larger with a soft cap, since that flattens the logits."""
-        return 3.0 if invocation.abstract_kwargs["logits_soft_cap"] else 2.0
+        return 3.0 if self.inputs_of(invocation).logits_soft_cap else 2.0
 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """FLOPs of the tiles that a static mask leaves visible, and bytes of every array read or written once."""
-        problem = self.problem_of(inv)
-        flops = matmul_flops(problem, TileClass.PARTIAL)
-        item = problem.dtype.itemsize
-        rows = problem.batch * problem.q_length * problem.heads
-        query, out = rows * problem.head_dim * item, rows * problem.value_dim * item
-        columns = problem.batch * problem.kv_length * problem.kv_heads
-        keys_and_values = columns * (problem.head_dim + problem.value_dim) * item
+        inputs = self.inputs_of(inv)
+        flops = matmul_flops(inputs, TileClass.PARTIAL)
+        item = inputs.dtype.itemsize
+        rows = inputs.batch * inputs.q_length * inputs.heads
+        query, out = rows * inputs.head_dim * item, rows * inputs.value_dim * item
+        columns = inputs.batch * inputs.kv_length * inputs.kv_heads
+        keys_and_values = columns * (inputs.head_dim + inputs.value_dim) * item
         lse = 4 * rows
         bias, masks = (
             sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
-            for arrays in ((problem.bias, problem.position_bias), problem.mask)
+            for arrays in ((inputs.bias, inputs.position_bias), inputs.mask)
         )
         if inv.direction == "forward":
             return Cost(flops, float(query + keys_and_values + out + lse + bias + masks))
@@ -306,13 +252,13 @@ class FlashAttention(PortfolioKernel[AttentionInputs, AttentionProblem, Results]
 
     def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """FLOPs of the tiles that are visible whatever the mask's arrays hold, and bytes of the results."""
-        problem = self.problem_of(inv)
-        flops = matmul_flops(problem, TileClass.FULL)
+        inputs = self.inputs_of(inv)
+        flops = matmul_flops(inputs, TileClass.FULL)
         if inv.direction == "backward":
             # A caller may need a single gradient: its matmul and that of the logits.
             return Cost(flops, 0.0)
-        rows = problem.batch * problem.q_length * problem.heads
-        return Cost(flops, float(rows * (problem.value_dim * problem.dtype.itemsize + 4)))
+        rows = inputs.batch * inputs.q_length * inputs.heads
+        return Cost(flops, float(rows * (inputs.value_dim * inputs.dtype.itemsize + 4)))
 
 
 _FLASH_ATTENTION = FlashAttention()
@@ -383,13 +329,10 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
     return _FLASH_ATTENTION(*args, **kwargs)
 
 
-def oracle_part(problem: AttentionProblem, element: int, kv_head: int, *, unbatched: bool = False) -> OraclePart:
-    """The query heads of one key head in one batch element, as a call of its own.
-
-    Args:
-      unbatched: True if the results lack a batch dimension.
-    """
-    groups = problem.groups
+def oracle_part(inputs: AttentionInputs, element: int, kv_head: int) -> OraclePart:
+    """The query heads of one key head in one batch element, as a call of its own."""
+    unbatched = inputs.unbatched
+    groups = inputs.groups
     heads = slice(kv_head * groups, (kv_head + 1) * groups)
 
     def of(array: jax.Array | None, axes: Mapping[int, slice]) -> Any:
@@ -400,23 +343,22 @@ def oracle_part(problem: AttentionProblem, element: int, kv_head: int, *, unbatc
 
     batch_slice = slice(element, element + 1)
 
-    def of_bias(bias: Any) -> Any:
-        if not isinstance(bias, PositionBias):
-            return of(bias, {0: batch_slice, 1: heads})
-        positions = of(bias.q_positions, {0: batch_slice})
-        return dataclasses.replace(bias, values=of(bias.values, {0: heads}), q_positions=positions)
-
     def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        query, key, value, bias, mask, sinks = args
-        keys = {0: batch_slice, 2: slice(kv_head, kv_head + 1)}
-        parts = (
-            of(query, {0: batch_slice, 2: heads}),
-            of(key, keys),
-            of(value, keys),
-            of_bias(bias),
+        (call,) = args
+        keys, bias = {0: batch_slice, 2: slice(kv_head, kv_head + 1)}, call.position_bias
+        if bias is not None:
+            positions = of(bias.q_positions, {0: batch_slice})
+            bias = dataclasses.replace(bias, values=of(bias.values, {0: heads}), q_positions=positions)
+        part = call.replace(
+            query=of(call.query, {0: batch_slice, 2: heads}),
+            key=of(call.key, keys),
+            value=of(call.value, keys),
+            bias=of(call.bias, {0: batch_slice, 1: heads}),
+            position_bias=bias,
+            mask=None if call.mask is None else call.mask.take(element, 1, heads.start, groups),
+            softmax_aux=of(call.softmax_aux, {0: heads}),
         )
-        mask_part = None if mask is None else mask.take(element, 1, heads.start, groups)
-        return (*parts, mask_part, of(sinks, {0: heads})), kwargs
+        return (part,), kwargs
 
     def of_result(array: jax.Array, head_axis: int) -> Any:
         return of(array, {head_axis - 1: heads} if unbatched else {0: batch_slice, head_axis: heads})
@@ -427,29 +369,28 @@ def oracle_part(problem: AttentionProblem, element: int, kv_head: int, *, unbatc
         return of_result(returned, 2)
 
     # An argument that other parts read as well has a gradient which is a sum over all of them.
-    single_part = problem.batch == 1 and problem.kv_heads == 1
-    bias_unshared = problem.bias is not None and problem.bias.shape[:2] == (problem.batch, problem.heads)
-    if problem.position_bias is not None:
-        bias_unshared = problem.batch == 1 and problem.position_bias.values.shape[0] == problem.heads
-    shared = [
-        position for position, is_sole in ((3, single_part or bias_unshared), (5, problem.batch == 1)) if not is_sole
-    ]
-    return OraclePart(arguments, results, tuple(shared))
+    single_part = inputs.batch == 1 and inputs.kv_heads == 1
+    bias_unshared = inputs.bias is not None and inputs.bias.shape[:2] == (inputs.batch, inputs.heads)
+    if inputs.position_bias is not None:
+        bias_unshared = inputs.batch == 1 and inputs.position_bias.values.shape[0] == inputs.heads
+    sole = {"bias": single_part or bias_unshared, "softmax_aux": inputs.batch == 1}
+    sole["position_bias"] = sole["bias"]
+    return OraclePart(arguments, results, tuple(name for name, is_sole in sole.items() if not is_sole))
 
 
-def matmul_flops(problem: AttentionProblem, min_class: TileClass) -> float:
+def matmul_flops(inputs: AttentionInputs, min_class: TileClass) -> float:
     """FLOPs of the forward pass's two matmuls, in tiles of at least this class under the static mask."""
-    scores = math.prod(problem.score_shape) * visible_share(problem, min_class)
-    return 2.0 * scores * (problem.head_dim + problem.value_dim)
+    scores = math.prod(inputs.score_shape) * visible_share(inputs, min_class)
+    return 2.0 * scores * (inputs.head_dim + inputs.value_dim)
 
 
-def visible_share(problem: AttentionProblem, min_class: TileClass) -> float:
+def visible_share(inputs: AttentionInputs, min_class: TileClass) -> float:
     """The share of the scores in tiles of at least this class, as far as the mask is static."""
-    if problem.mask is None or problem.q_length == 0 or problem.kv_length == 0:
+    if inputs.mask is None or inputs.q_length == 0 or inputs.kv_length == 0:
         return 1.0
-    grid = TileGrid(problem.q_length, problem.kv_length, COST_BLOCK, COST_BLOCK)
-    visible = np.asarray(problem.mask.classify(grid, static_only=True)) >= min_class
+    grid = TileGrid(inputs.q_length, inputs.kv_length, COST_BLOCK, COST_BLOCK)
+    visible = np.asarray(inputs.mask.classify(grid, static_only=True)) >= min_class
     (q_first, q_last), (kv_first, kv_last) = grid.q_bounds, grid.kv_bounds
     # Ragged tiles count by what they have.
     area = np.outer(q_last - q_first + 1, kv_last - kv_first + 1)
-    return float((visible * area).sum() / (np.prod(visible.shape[:2]) * problem.q_length * problem.kv_length))
+    return float((visible * area).sum() / (np.prod(visible.shape[:2]) * inputs.q_length * inputs.kv_length))

@@ -1,6 +1,5 @@
 """Transformations of operands and results around kernels that several backends share."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
-from tilewright.kernels.flash_attention.inputs import AttentionInputs, AttentionOptions
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 
 INT32_LIMIT = 1 << 31
 
@@ -19,11 +18,11 @@ _EXACT = ("HIGH", "F32", "TF32_TF32_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_
 """Prefixes of precisions for which TensorFloat-32 matmuls of float32 operands are not precise enough."""
 
 
-def needs_exact_matmuls(options: AttentionOptions, dtype: np.dtype) -> bool:
+def needs_exact_matmuls(inputs: AttentionInputs) -> bool:
     """True if float32 operands must not be rounded before a matmul, by XLA's meaning of the precision."""
-    if dtype != np.float32:
+    if inputs.dtype != np.float32:
         return False
-    precision = options.precision
+    precision = inputs.precision
     if precision is None:
         precision = jax.config.jax_default_matmul_precision
     name = getattr(precision, "name", str(precision)).upper()
@@ -32,12 +31,8 @@ def needs_exact_matmuls(options: AttentionOptions, dtype: np.dtype) -> bool:
 
 def with_positive_scale(inputs: AttentionInputs) -> AttentionInputs:
     """The same logits with a non-negative scale: some kernels take the row maximum before they scale."""
-    scale = inputs.options.softmax_scale
-    if scale >= 0:
-        return inputs
-    return dataclasses.replace(
-        inputs, query=-inputs.query, options=dataclasses.replace(inputs.options, softmax_scale=-scale)
-    )
+    scale = inputs.softmax_scale
+    return inputs if scale >= 0 else inputs.replace(query=-inputs.query, softmax_scale=-scale)
 
 
 def backward_arrays(inputs: AttentionInputs, results: Any, cotangents: Any) -> dict[str, Any]:

@@ -96,9 +96,7 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
     def on_part(part: AttentionInputs) -> AttentionInputs:
         if chosen:
             heads = chosen(_index(split.heads))
-            part = dataclasses.replace(
-                part, key=jnp.take(part.key, heads, axis=2), value=jnp.take(part.value, heads, axis=2)
-            )
+            part = part.replace(key=jnp.take(part.key, heads, axis=2), value=jnp.take(part.value, heads, axis=2))
         return _with_origin(_with_keys(part, split, inputs.key.shape[1]), split)
 
     def on_gradients(computed: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -117,7 +115,7 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
 
     return Partitioning(
         mesh=mesh,
-        inputs=AttentionInputs(
+        inputs=inputs.replace(
             query=rows,
             key=keys,
             value=keys,
@@ -125,8 +123,6 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
             mask=None if inputs.mask is None else _mask_specs(inputs.mask, split, inputs.query.shape[0]),
             softmax_aux=None if inputs.softmax_aux is None else sinks,
             dropout_seed=None if inputs.dropout_seed is None else replicated,
-            options=inputs.options,
-            bias_is_constant=inputs.bias_is_constant,
             position_bias=position_bias,
         ),
         results=(rows, PartitionSpec(split.batch, split.heads, split.rows)),
@@ -177,11 +173,11 @@ def _with_origin(part: AttentionInputs, split: Split) -> AttentionInputs:
     # Arrays along the rows are split with them; only lengths of queries count from the first row of the whole call.
     if split.rows is not None and part.mask is not None:
         first_row = _index(split.rows).astype(jnp.int32) * part.query.shape[1]
-        part = dataclasses.replace(part, mask=_from_row(part.mask, first_row))
+        part = part.replace(mask=_from_row(part.mask, first_row))
     if part.dropout_seed is None:
         return part
     first = [_index(split.batch) * part.query.shape[0], _index(split.heads) * part.query.shape[2]]
-    return dataclasses.replace(part, dropout_origin=jnp.stack(first))
+    return part.replace(dropout_origin=jnp.stack(first))
 
 
 def _from_row(mask: Mask, first: jax.Array) -> Mask:
@@ -209,7 +205,7 @@ def _with_keys(part: AttentionInputs, split: Split, kv_length: int) -> Attention
         # They count once. Finite, because a row that sees no key here may have no lse otherwise.
         sinks = jnp.where(first == 0, sinks, jnp.finfo(sinks.dtype).min / 4)
     mask = None if part.mask is None else _from_column(part.mask, first, own_length)
-    return dataclasses.replace(part, mask=mask, position_bias=bias, softmax_aux=sinks)
+    return part.replace(mask=mask, position_bias=bias, softmax_aux=sinks)
 
 
 def _from_column(mask: Mask, first: jax.Array, length: int) -> Mask:
@@ -265,7 +261,7 @@ def _checked(specs: dict[str, tuple[Axes, ...]], inputs: AttentionInputs) -> Spl
             f"query and keys are both split by {', '.join(sorted(shared))}, but not by their lengths over the very "
             f"same axes and else alike ({text}); reshard one of them"
         )
-    if (rows is not None or keys is not None) and inputs.options.dropout_prob > 0.0:
+    if (rows is not None or keys is not None) and inputs.dropout:
         raise ValueError(
             f"dropout counts the rows and columns of the whole call, of which a length is split ({text}); reshard "
             f"{'the query' if keys is None else 'query, key and value'}, or leave dropout out"

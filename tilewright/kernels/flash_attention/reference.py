@@ -71,7 +71,7 @@ def reference_gradients(
         if inputs.position_bias is not None and "position_bias" in values:
             bias = dataclasses.replace(inputs.position_bias, values=values["position_bias"])
             values = values | {"position_bias": bias}
-        return attention_reference(_replace(inputs, **values), dtype)
+        return attention_reference(inputs.replace(**values), dtype)
 
     (_, lse), vjp = jax.vjp(results, values)
     d_lse = jnp.zeros_like(lse) if d_lse is None else d_lse.astype(lse.dtype)
@@ -83,22 +83,16 @@ def _differentiable(part: Array | PositionBias) -> Array:
     return part.values if isinstance(part, PositionBias) else part
 
 
-def _replace(inputs: AttentionInputs, **changes: Any) -> AttentionInputs:
-    fields = {name: getattr(inputs, name) for name in AttentionInputs.__dataclass_fields__}
-    return AttentionInputs(**(fields | changes))
-
-
 def _rows(inputs: AttentionInputs, dtype: jnp.dtype, start: int | Array, size: int) -> Results:
     """Results of the queries ``start`` to ``start + size``; ``start`` may be traced."""
-    options = inputs.options
     query = lax.dynamic_slice_in_dim(inputs.query, start, size, 1).astype(dtype)
     key, value = inputs.key.astype(dtype), inputs.value.astype(dtype)
     batch, _, heads, head_dim = query.shape
     kv_length, kv_heads = key.shape[1:3]
     # Query heads that share a key head are adjacent.
     grouped = query.reshape(batch, size, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key, precision=options.precision)
-    scores = scores.reshape(batch, heads, size, kv_length) * jnp.asarray(options.softmax_scale, dtype)
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key, precision=inputs.precision)
+    scores = scores.reshape(batch, heads, size, kv_length) * jnp.asarray(inputs.softmax_scale, dtype)
     if inputs.bias is not None:
         bias = inputs.bias
         rows = bias if bias.shape[2] == 1 else lax.dynamic_slice_in_dim(bias, start, size, 2)
@@ -107,16 +101,16 @@ def _rows(inputs: AttentionInputs, dtype: jnp.dtype, start: int | Array, size: i
         # Differences are exact in the dtype of the logits alone.
         position_bias = dataclasses.replace(inputs.position_bias, values=inputs.position_bias.values.astype(dtype))
         scores = scores + position_bias.tile(start, size, 0, kv_length, kv_length)
-    if options.logits_soft_cap is not None:
-        scores = options.logits_soft_cap * jnp.tanh(scores / options.logits_soft_cap)
+    if inputs.logits_soft_cap is not None:
+        scores = inputs.logits_soft_cap * jnp.tanh(scores / inputs.logits_soft_cap)
     if inputs.mask is not None:
         scores = jnp.where(inputs.mask.tile(start, size, 0, kv_length), scores, -jnp.inf)
     probabilities, lse = _softmax(scores, inputs.softmax_aux)
     if inputs.dropout_seed is not None:
         kept = _kept(inputs, inputs.dropout_seed, start, size)
-        probabilities = jnp.where(kept, probabilities / (1.0 - options.dropout_prob), 0.0).astype(dtype)
+        probabilities = jnp.where(kept, probabilities / (1.0 - inputs.drawn_dropout), 0.0).astype(dtype)
     grouped_probabilities = probabilities.reshape(batch, kv_heads, heads // kv_heads, size, kv_length)
-    out = jnp.einsum("bhgqk,bkhd->bqhgd", grouped_probabilities, value, precision=options.precision)
+    out = jnp.einsum("bhgqk,bkhd->bqhgd", grouped_probabilities, value, precision=inputs.precision)
     return out.reshape(batch, size, heads, value.shape[-1]), lse
 
 
@@ -141,4 +135,4 @@ def _kept(inputs: AttentionInputs, seed: Array, start: int | Array, size: int) -
     """Marks the probabilities of these rows that the dropout keeps."""
     batch, kv_length, heads = inputs.query.shape[0], inputs.key.shape[1], inputs.query.shape[2]
     keys = head_keys(seed, jnp.arange(batch)[:, None], jnp.arange(heads)[None, :])
-    return keep_mask_tile(keys, start, 0, (size, kv_length), inputs.options.dropout_prob)
+    return keep_mask_tile(keys, start, 0, (size, kv_length), inputs.drawn_dropout)

@@ -16,6 +16,12 @@ type Scaling = Literal["none", "number", "blocks"]
 _RNG = np.random.default_rng
 
 
+def generator_of(key: jax.Array) -> np.random.Generator:
+    """A generator on the host, with a seed from a key of JAX's."""
+    with jax.ensure_compile_time_eval():
+        return _RNG(np.asarray(jax.random.key_data(key)).ravel())
+
+
 def group_sizes(random: np.random.Generator, rows: int, groups: int) -> np.ndarray[Any, Any]:
     """Sizes that sum to ``rows``, as unequal as those of the experts of a trained model: some are empty."""
     shares = random.gamma(2.0, size=groups) if groups else np.zeros(0)

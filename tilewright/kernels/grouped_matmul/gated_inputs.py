@@ -1,18 +1,16 @@
 """The inputs of the gated grouped matmul: those of two grouped matmuls of the same rows."""
 
-import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedOptions
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.grouped_matmul.reference import grouped_matmul_reference
 from tilewright.kernels.numerics.activations import gated
-
-GATED_GRADIENTS = frozenset({"lhs", "gate", "up"})
+from tilewright.kernels.op.inputs import OpInputs, static
 
 type GatedResults = tuple[jax.Array, jax.Array | None, jax.Array | None]
 """The output and both pre-activations, of which rows of nobody are zeros; the latter are the residuals.
@@ -21,25 +19,12 @@ A backend may return None for these if the inputs say that they are not kept.
 """
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GatedOptions:
-    """The options of a call that are static values, not arrays.
+class GatedInputs(OpInputs):
+    """A call after ``prepare``; shapes and dtypes hold without further checks, group sizes may be any numbers.
 
     Attributes:
       out_dtype: the name of the dtype of the result and of the pre-activations.
-    """
-
-    out_dtype: str
-    activation: str
-
-
-@dataclasses.dataclass(frozen=True)
-class GatedInputs:
-    """A call after ``prepare``.
-
-    Attributes:
       group_offset: as of ``GroupedInputs``; given on a device that has a part of the matrices.
-      gradients: to a backward pass, the names of the operands whose gradients are used.
       keeps: False to a forward pass whose pre-activations are not used.
     """
 
@@ -47,59 +32,50 @@ class GatedInputs:
     gate: Float[Array, "matrices k n"]
     up: Float[Array, "matrices k n"]
     group_sizes: Int32[Array, " groups"]
-    group_offset: Int32[Array, ""] | None
-    options: GatedOptions
-    gradients: frozenset[str] = GATED_GRADIENTS
-    keeps: bool = True
+    out_dtype: str = static()
+    activation: str = static()
+    group_offset: Int32[Array, ""] | None = None
+    keeps: bool = static(default=True, role="stage")
 
     def product(self, matrices: Any) -> GroupedInputs:
         """The inputs of the grouped matmul of the rows with gate or up."""
-        options = GroupedOptions(self.options.out_dtype)
-        return GroupedInputs(self.lhs, matrices, self.group_sizes, self.group_offset, None, None, options)
+        return GroupedInputs(self.lhs, matrices, self.group_sizes, self.out_dtype, self.group_offset)
 
+    @functools.cached_property
+    def rows(self) -> int:
+        return self.lhs.shape[0]
 
-jax.tree_util.register_dataclass(
-    GatedInputs,
-    data_fields=["lhs", "gate", "up", "group_sizes", "group_offset"],
-    meta_fields=["options", "gradients", "keeps"],
-)
+    @functools.cached_property
+    def k(self) -> int:
+        return self.lhs.shape[1]
 
+    @functools.cached_property
+    def n(self) -> int:
+        return self.gate.shape[2]
 
-@dataclasses.dataclass(frozen=True)
-class GatedProblem:
-    """The sizes and dtypes of a call, for selection; the fields mean the same as in ``GroupedProblem``."""
+    @functools.cached_property
+    def groups(self) -> int:
+        """The number of group sizes."""
+        return self.group_sizes.shape[0]
 
-    rows: int
-    k: int
-    n: int
-    groups: int
-    matrices: int
-    lhs_dtype: np.dtype
-    gate_dtype: np.dtype
-    up_dtype: np.dtype
-    has_offset: bool
-    options: GatedOptions
+    @functools.cached_property
+    def matrices(self) -> int:
+        """The number of matrices in gate and in up, as in ``GroupedInputs``."""
+        return self.gate.shape[0]
 
-    @classmethod
-    def of(cls, inputs: GatedInputs) -> "GatedProblem":
-        """The problem of ``inputs``, whose leaves may be arrays, tracers or ``ShapeDtypeStruct``."""
-        matrices, k, n = inputs.gate.shape
-        return cls(
-            rows=inputs.lhs.shape[0],
-            k=k,
-            n=n,
-            groups=inputs.group_sizes.shape[0],
-            matrices=matrices,
-            lhs_dtype=np.dtype(inputs.lhs.dtype),
-            gate_dtype=np.dtype(inputs.gate.dtype),
-            up_dtype=np.dtype(inputs.up.dtype),
-            has_offset=inputs.group_offset is not None,
-            options=inputs.options,
-        )
+    @functools.cached_property
+    def out_shape(self) -> tuple[int, int]:
+        """Rows and columns of the result."""
+        return self.rows, self.n
+
+    @functools.cached_property
+    def is_empty(self) -> bool:
+        """True if an operand has no elements."""
+        return 0 in (*self.lhs.shape, *self.gate.shape)
 
 
 def gated_reference(inputs: GatedInputs) -> jax.Array:
     """The oracle, in float32, or float64 if an operand is; differentiable."""
     gate, up = (grouped_matmul_reference(inputs.product(matrices)) for matrices in (inputs.gate, inputs.up))
     wide = jnp.promote_types(gate.dtype, up.dtype)
-    return gated(inputs.options.activation, gate.astype(wide), up.astype(wide))
+    return gated(inputs.activation, gate.astype(wide), up.astype(wide))

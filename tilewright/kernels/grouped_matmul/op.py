@@ -1,7 +1,5 @@
 """The grouped matmul: its argument list, and the parts that all its backends share."""
 
-import dataclasses
-import math
 from typing import Any, cast
 
 import jax
@@ -18,24 +16,25 @@ from tilewright.kernels.grouped_matmul.arguments import (
     scale_array,
     sizes_array,
 )
-from tilewright.kernels.grouped_matmul.cases import CASES, group_offset_of, group_sizes
-from tilewright.kernels.grouped_matmul.inputs import GRADIENTS, GroupedInputs, GroupedOptions, GroupedProblem
+from tilewright.kernels.grouped_matmul.cases import CASES, generator_of, group_offset_of, group_sizes
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.grouped_matmul.partitioning import grouped_partitioning
 from tilewright.kernels.grouped_matmul.reference import grouped_matmul_reference
 from tilewright.kernels.numerics.dots import result_dtype
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
-from tilewright.kernels.op.portfolio import Choice, PortfolioKernel, lazy
+from tilewright.kernels.op.backend import lazy
+from tilewright.kernels.op.choice import Choice
+from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
-from tilewright.kernels.op.roofline import Cost
+from tilewright.kernels.op.roofline import Cost, array_bytes
 from tilewright.kernels.op.sharding import Partitioning, typed_axes
-from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.stable_ids import stable_id
 
 
 @stable_id("tilewright/grouped_matmul.GroupedMatmul")
-class GroupedMatmul(PortfolioKernel[GroupedInputs, GroupedProblem, Any]):
+class GroupedMatmul(PortfolioKernel[GroupedInputs, Any]):
     """The matmul of rows in groups, each with a matrix of its own; see ``grouped_matmul`` for the arguments."""
 
     cases = CASES
@@ -68,7 +67,7 @@ class GroupedMatmul(PortfolioKernel[GroupedInputs, GroupedProblem, Any]):
         rhs_scale: ArrayLike | None = None,
         platform: PlatformOption = None,
         cfg: object = None,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> GroupedInputs:
         """Checks a call; reads only types, shapes and dtypes."""
         if out_sharding is not None:
             raise ValueError(f"{out_sharding=} is an argument of the function alone; reshard the result of the kernel")
@@ -88,114 +87,79 @@ class GroupedMatmul(PortfolioKernel[GroupedInputs, GroupedProblem, Any]):
         if dtype.itemsize == 8 and rows.dtype.itemsize < 8 and matrices.dtype.itemsize < 8:
             # Without an operand of 64 bits a backend runs without x64.
             rows = arguments.apply(lambda x: x.astype(dtype), rows)
-        options = {
-            "out_dtype": dtype.name,
-            "transpose_rhs": transposed,
-            "precision": arguments.matmul_precision(precision),
-            "platform": arguments.platforms(platform),
-        }
-        if offset is not None:
-            options["group_offset"] = offset
-        if lhs_scale is not None:
-            options["lhs_scale"] = scale_array("lhs_scale", lhs_scale, "lhs", rows.shape, (1,))
-        if rhs_scale is not None:
-            options["rhs_scale"] = scale_array("rhs_scale", rhs_scale, "rhs", matrices.shape, (1, 2))
-        return (rows, matrices, sizes), options
+        return GroupedInputs(
+            rows,
+            matrices,
+            sizes,
+            out_dtype=dtype.name,
+            group_offset=offset,
+            lhs_scale=None if lhs_scale is None else scale_array("lhs_scale", lhs_scale, "lhs", rows.shape, (1,)),
+            rhs_scale=None if rhs_scale is None else scale_array("rhs_scale", rhs_scale, "rhs", matrices.shape, (1, 2)),
+            transpose_rhs=transposed,
+            precision=arguments.matmul_precision(precision),
+            platform=arguments.platforms(platform),
+        )
 
-    def inputs(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        group_sizes: jax.Array,
-        *,
-        out_dtype: str,
-        transpose_rhs: bool,
-        precision: object,
-        group_offset: jax.Array | None = None,
-        lhs_scale: jax.Array | None = None,
-        rhs_scale: jax.Array | None = None,
-        **_: Any,
-    ) -> GroupedInputs:
-        """The prepared arguments in the form that backends take."""
-        options = GroupedOptions(out_dtype, transpose_rhs, precision)
-        return GroupedInputs(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, options)
-
-    def problem(self, *args: Any, **kwargs: Any) -> GroupedProblem:
-        """The sizes of prepared arguments, abstract or concrete."""
-        return GroupedProblem.of(self.inputs(*args, **kwargs))
-
-    def reference(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """The oracle on prepared arguments: promote narrow arrays for exact results."""
-        inputs = self.inputs(*args, **kwargs)
-        return grouped_matmul_reference(inputs).astype(inputs.options.out_dtype)
+    def reference(self, inputs: GroupedInputs) -> jax.Array:
+        """The oracle: promote narrow arrays for exact results."""
+        return cast(jax.Array, grouped_matmul_reference(inputs).astype(inputs.out_dtype))
 
     def results(self, inputs: GroupedInputs) -> Any:
-        return jax.ShapeDtypeStruct(inputs.out_shape, inputs.options.out_dtype)
+        return jax.ShapeDtypeStruct(inputs.out_shape, inputs.out_dtype)
 
-    def gradients_of(self, inputs: GroupedInputs) -> dict[str, Any]:
-        """The gradients of the operands; scales have none."""
-        return {name: struct_like(getattr(inputs, name)) for name in GRADIENTS}
+    def residuals(self, results: jax.Array) -> None:
+        """Nothing: the backward pass needs the operands alone."""
 
-    def forward_with_residuals(self, *args: object, cfg: Choice, **kwargs: object) -> tuple[Any, None]:
-        """The result; the backward pass needs the operands alone."""
-        return super().forward_with_residuals(*args, cfg=cfg, **kwargs)[0], None
-
-    def cotangents(
-        self, inputs: GroupedInputs, results: None, cotangents: tuple[Any, ...], *args: Any, **kwargs: Any
-    ) -> jax.Array:
+    def cotangents(self, inputs: GroupedInputs, residuals: None, cotangents: tuple[Any, ...]) -> jax.Array:
         return cast(jax.Array, cotangents[0])
-
-    def differentiated(self, inputs: GroupedInputs, wanted: frozenset[str]) -> GroupedInputs:
-        """The inputs, with the names of the operands whose gradients are used."""
-        return dataclasses.replace(inputs, gradients=wanted & inputs.gradients)
 
     def partitioning(self, inputs: GroupedInputs) -> Partitioning | None:
         """Splits by rows, k, n and matrices, as in the types of lhs and rhs."""
         return grouped_partitioning(inputs)
 
-    def sample_inputs(self, inv: Invocation[Any, Any], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def sampled(self, inputs: GroupedInputs, key: jax.Array) -> GroupedInputs:
         """Normal arrays, unequal groups that have all rows, and an offset at which every matrix has a group."""
-        args, kwargs = super().sample_inputs(inv, key)
-        problem = self.problem_of(inv)
-        with jax.ensure_compile_time_eval():
-            seed = np.asarray(jax.random.key_data(key)).ravel()
-        random = np.random.default_rng(seed)
-        sizes = group_sizes(random, problem.rows, problem.groups)
-        if "group_offset" in kwargs:
-            kwargs["group_offset"] = group_offset_of(random, problem.groups, problem.matrices)
+        random = generator_of(key)
+        drawn: dict[str, Any] = {"group_sizes": group_sizes(random, inputs.rows, inputs.groups)}
+        if inputs.group_offset is not None:
+            drawn["group_offset"] = group_offset_of(random, inputs.groups, inputs.matrices)
         for name in ("lhs_scale", "rhs_scale"):
-            if name in kwargs:
-                kwargs[name] = random.uniform(0.5, 2.0, kwargs[name].shape).astype(np.float32)
-        return (*args[:2], sizes), kwargs
+            if inputs.arrays[name] is not None:
+                drawn[name] = random.uniform(0.5, 2.0, inputs.arrays[name].shape).astype(np.float32)
+        return super().sampled(inputs, key).replace(**drawn)
 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """FLOPs if every row has a group and a matrix, and bytes of every array once."""
-        problem = self.problem_of(inv)
-        lhs, rhs, out = _bytes(problem)
-        flops = 2.0 * problem.rows * problem.k * problem.n
+        inputs = self.inputs_of(inv)
+        operands, out = array_bytes((inputs.lhs, inputs.rhs)), _out_bytes(inputs)
+        flops = 2.0 * inputs.rows * inputs.k * inputs.n
         if inv.direction == "forward":
-            return Cost(flops, float(lhs + rhs + out))
-        return Cost(2 * flops, float(2 * (lhs + rhs) + out))
+            return Cost(flops, float(operands + out))
+        return Cost(2 * flops, float(2 * operands + out))
 
     def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """The bytes of the result: groups may be empty, and one gradient alone may be used."""
-        return Cost(0.0, float(_bytes(self.problem_of(inv))[2]) if inv.direction == "forward" else 0.0)
+        return Cost(0.0, float(_out_bytes(self.inputs_of(inv))) if inv.direction == "forward" else 0.0)
 
 
-def _bytes(problem: GroupedProblem) -> tuple[int, int, int]:
-    """Bytes of lhs, rhs and the result."""
-    return (
-        problem.rows * problem.k * problem.lhs_dtype.itemsize,
-        math.prod((problem.matrices, problem.k, problem.n)) * problem.rhs_dtype.itemsize,
-        problem.rows * problem.n * jnp.dtype(problem.options.out_dtype).itemsize,
-    )
+def _out_bytes(inputs: GroupedInputs) -> int:
+    return inputs.rows * inputs.n * jnp.dtype(inputs.out_dtype).itemsize
 
 
 _GROUPED_MATMUL = GroupedMatmul()
 
 
 @public_function(GroupedMatmul.prepare)
-def grouped_matmul(*args: Any, **kwargs: Any) -> jax.Array:
+def grouped_matmul(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+    **options: Any,
+) -> jax.Array:
     """The matmul of rows in groups, each of which has a matrix of its own: row i of group g gives ``lhs[i] · rhs[g]``.
 
     The arguments of ``jax.lax.ragged_dot``, and more. Sums are in float32, gradients of lhs and rhs too; those of rhs
@@ -226,14 +190,6 @@ def grouped_matmul(*args: Any, **kwargs: Any) -> jax.Array:
       ValueError, TypeError: a wrong argument; the message holds its value.
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
-    args, sharding = _without_sharding(args, kwargs)
-    check_sizes_on_host(args[2] if len(args) > 2 else kwargs.get("group_sizes"))
-    out = _GROUPED_MATMUL(*args, **kwargs)
-    return out if sharding is None else jax.reshard(out, sharding)
-
-
-def _without_sharding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    """The positional arguments without ``out_sharding``, which is taken out of the keywords too; and its value."""
-    if len(args) > 6:
-        return args[:6], args[6]
-    return args, kwargs.pop("out_sharding", None)
+    check_sizes_on_host(group_sizes)
+    out = _GROUPED_MATMUL(lhs, rhs, group_sizes, precision, preferred_element_type, group_offset, **options)
+    return out if out_sharding is None else jax.reshard(out, out_sharding)

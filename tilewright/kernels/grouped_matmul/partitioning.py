@@ -45,7 +45,7 @@ def grouped_partitioning(inputs: GroupedInputs) -> Partitioning | None:
     Raises:
       ValueError: two dimensions are split by the same axis, or one in two ways.
     """
-    lhs, rhs, transposed = inputs.lhs, inputs.rhs, inputs.options.transpose_rhs
+    lhs, rhs, transposed = inputs.lhs, inputs.rhs, inputs.transpose_rhs
     mesh = explicit_mesh(lhs, rhs)
     if mesh is None:
         return None
@@ -54,20 +54,16 @@ def grouped_partitioning(inputs: GroupedInputs) -> Partitioning | None:
     rows, matrices = PartitionSpec(split.rows, split.k), split.matrix_spec(transposed)
     whole, result = PartitionSpec(), PartitionSpec(split.rows, split.n)
     summed = axis_names(split.k) + axis_names(split.matrices)
-    wide = accumulator(lhs.dtype, rhs.dtype, inputs.options.out_dtype)
-    partial = dataclasses.replace(inputs.options, out_dtype=wide.name)
+    wide = accumulator(lhs.dtype, rhs.dtype, inputs.out_dtype)
 
     def on_part(part: GroupedInputs) -> GroupedInputs:
         part = _on_part(part, split, part.rhs.shape[0])
-        return dataclasses.replace(part, options=partial) if split.k is not None else part
+        return part.replace(out_dtype=wide.name) if split.k is not None else part
 
     def on_results(out: jax.Array) -> jax.Array:
-        return (lax.psum(out, summed) if summed else out).astype(inputs.options.out_dtype)
+        return (lax.psum(out, summed) if summed else out).astype(inputs.out_dtype)
 
-    # Any: GroupedInputs is also the pytree that holds a spec in place of each of its arrays.
-    structure: Any = inputs
-    specs = dataclasses.replace(
-        structure,
+    specs = inputs.replace(
         lhs=rows,
         rhs=matrices,
         group_sizes=whole,
@@ -105,12 +101,10 @@ def gated_partitioning(inputs: GatedInputs) -> Partitioning | None:
         raise ValueError(f"gate and up must be split alike, and k be whole ({specs}); reshard them first")
     rows, matrices, whole = PartitionSpec(split.rows, None), split.matrix_spec(False), PartitionSpec()
     summed = axis_names(split.matrices)
-    structure: Any = inputs
     of_matrices = axis_names(split.rows)
     return Partitioning(
         mesh=mesh,
-        inputs=dataclasses.replace(
-            structure,
+        inputs=inputs.replace(
             lhs=rows,
             gate=matrices,
             up=matrices,
@@ -138,10 +132,10 @@ def _of_rows(split: Split, rows: PartitionSpec, lhs: jax.Array) -> GradientParts
 def _on_part[T: (GroupedInputs, GatedInputs)](part: T, split: Split, matrices: int) -> T:
     """A device's part with the sizes of its rows' groups, and the group of its first matrix."""
     if split.rows is not None:
-        part = dataclasses.replace(part, group_sizes=_sizes_of_part(part, split.rows))
+        part = part.replace(group_sizes=_sizes_of_part(part, split.rows))
     if split.matrices is not None:
         first = lax.axis_index(axis_names(split.matrices)).astype(jnp.int32) * matrices
-        part = dataclasses.replace(part, group_offset=first if part.group_offset is None else part.group_offset + first)
+        part = part.replace(group_offset=first if part.group_offset is None else part.group_offset + first)
     return part
 
 

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from tilewright.kernels.grouped_matmul.groups import owned, row_bounds
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.numerics.dots import accumulator
-from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 
-class RaggedDot(Implementation[GroupedInputs, GroupedProblem, Any, FwdParams, BwdParams]):
+class RaggedDot(Implementation[GroupedInputs, Any, FwdParams, BwdParams]):
     """Serves calls with a matrix for every group and without scales.
 
     XLA computes it with all rows for every group, on CPUs in memory ``groups`` times that of lhs, and NaN or infinity
@@ -25,47 +26,40 @@ class RaggedDot(Implementation[GroupedInputs, GroupedProblem, Any, FwdParams, Bw
 
     platform: ClassVar[Platform] = Platform.XLA
     algorithm: ClassVar[str | None] = "ragged_dot"
+    serves: ClassVar[frozenset[str]] = frozenset({"transpose_rhs", "precision"})
 
-    def not_supported_reasons(self, problem: GroupedProblem, device: Device, direction: Direction) -> list[str]:
-        reasons = []
-        if problem.has_offset:
-            reasons.append("jax.lax.ragged_dot has no group_offset")
-        if {problem.lhs_scale, problem.rhs_scale} != {"none"}:
-            reasons.append("jax.lax.ragged_dot has no scales")
+    def reasons(self, inputs: GroupedInputs, device: Device, direction: Direction) -> list[str]:
         if direction == "backward" and device.kind == "gpu":
-            reasons.append(
+            return [
                 "XLA may compute the gradient of rhs by cuDNN, whose result is wrong unless groups are multiples of 256"
-            )
-        return reasons
+            ]
+        return []
 
-    def deprioritized(self, problem: GroupedProblem, device: Device, direction: Direction) -> bool:
+    def deprioritized(self, inputs: GroupedInputs, device: Device, direction: Direction) -> bool:
         return True
 
-    def heuristic(self, problem: GroupedProblem, device: Device, direction: Direction) -> FwdParams | BwdParams:
-        return FwdParams() if direction == "forward" else BwdParams()
-
     def candidates(
-        self, problem: GroupedProblem, device: Device, direction: Direction
+        self, inputs: GroupedInputs, device: Device, direction: Direction
     ) -> Iterable[FwdParams | BwdParams]:
-        return ()
+        return [FwdParams() if direction == "forward" else BwdParams()]
 
     def forward(self, inputs: GroupedInputs, params: FwdParams) -> jax.Array:
-        return _ragged_dot(inputs.lhs, inputs, 1 - _n_axis(inputs), inputs.options.out_dtype)
+        return _ragged_dot(inputs.lhs, inputs, 1 - _n_axis(inputs), inputs.out_dtype)
 
     def backward(
         self, inputs: GroupedInputs, results: object, cotangents: jax.Array, params: BwdParams
     ) -> dict[str, Any]:
-        gradients: dict[str, Any] = {"lhs": None, "rhs": None}
-        if "lhs" in inputs.gradients:
+        gradients = {}
+        if inputs.wants("lhs"):
             gradients["lhs"] = _ragged_dot(cotangents, inputs, _n_axis(inputs), inputs.lhs.dtype)
-        if "rhs" in inputs.gradients:
+        if inputs.wants("rhs"):
             gradients["rhs"] = _ragged_contraction(inputs, cotangents)
         return gradients
 
 
 def _n_axis(inputs: GroupedInputs) -> int:
     """The axis of a matrix that is the result's columns."""
-    return 0 if inputs.options.transpose_rhs else 1
+    return 0 if inputs.transpose_rhs else 1
 
 
 def _sizes(inputs: GroupedInputs) -> tuple[jax.Array, jax.Array]:
@@ -89,7 +83,7 @@ def _ragged_contraction(inputs: GroupedInputs, d_out: jax.Array) -> jax.Array:
     """For each group, the sum over its rows of the outer products: the gradient of rhs."""
     sizes, is_owned = _sizes(inputs)
     lhs, d_out = (jnp.where(is_owned, x, 0) for x in (inputs.lhs, d_out))
-    left, right = (d_out, lhs) if inputs.options.transpose_rhs else (lhs, d_out)
+    left, right = (d_out, lhs) if inputs.transpose_rhs else (lhs, d_out)
     return _call(left, right, sizes, ((0,), (0,)), False, inputs, inputs.rhs.dtype)
 
 
@@ -113,7 +107,7 @@ def _call(
         return ragged(lhs, rhs, sizes).astype(dtype)
 
     def ragged(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-        return lax.ragged_dot_general(lhs, rhs, sizes, numbers, inputs.options.precision, wide, out_sharding=spec)
+        return lax.ragged_dot_general(lhs, rhs, sizes, numbers, inputs.precision, wide, out_sharding=spec)
 
     return _mapped_together(run)(lhs, rhs, sizes)
 

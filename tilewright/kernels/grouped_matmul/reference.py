@@ -25,7 +25,7 @@ def grouped_matmul_reference(inputs: GroupedInputs, compute_dtype: DTypeLike | N
     if inputs.rhs_scale is not None:
         scale = inputs.rhs_scale.astype(dtype)
         rhs = rhs * (expanded(scale, rhs.shape, (1, 2)) if scale.ndim else scale)
-    if inputs.options.transpose_rhs:
+    if inputs.transpose_rhs:
         rhs = rhs.transpose(0, 2, 1)
     rows, matrices = lhs.shape[0], rhs.shape[0]
     starts, ends = matrix_bounds(inputs.group_sizes, inputs.group_offset, rows, matrices)
@@ -34,7 +34,7 @@ def grouped_matmul_reference(inputs: GroupedInputs, compute_dtype: DTypeLike | N
     def add(matrix: Any, out: Any) -> Any:
         own = (row >= starts[matrix]) & (row < ends[matrix])
         # Selected on both sides, so that neither a value nor a cotangent of another group's row counts as 0 · NaN.
-        product = jnp.matmul(jnp.where(own, lhs, 0), rhs[matrix], precision=inputs.options.precision)
+        product = jnp.matmul(jnp.where(own, lhs, 0), rhs[matrix], precision=inputs.precision)
         return jnp.where(own, product, out)
 
     out = jnp.zeros((rows, rhs.shape[2]), dtype)

@@ -9,7 +9,7 @@ from tilewright.ops.types import Device
 
 
 class HasDtype(Protocol):
-    """A problem whose operands have one dtype."""
+    """The inputs of an op whose operands have one dtype."""
 
     @property
     def dtype(self) -> np.dtype: ...
@@ -22,11 +22,11 @@ def device_reasons(device: Device) -> list[str]:
     return [f"needs a GPU of compute capability 9.0, got {device.name} ({device.capability=})"]
 
 
-def dtype_reasons(problem: HasDtype) -> list[str]:
+def dtype_reasons(inputs: HasDtype) -> list[str]:
     """Reasons why wgmma does not take the operands as they are; empty if it does."""
-    if problem.dtype.name in ("bfloat16", "float16"):
+    if inputs.dtype.name in ("bfloat16", "float16"):
         return []
-    return [f"computes in bfloat16 or float16, got {problem.dtype=}"]
+    return [f"computes in bfloat16 or float16, got {inputs.dtype=}"]
 
 
 def num_sms(device: Device) -> int:

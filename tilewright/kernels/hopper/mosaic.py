@@ -12,4 +12,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     from jax.experimental.pallas import mosaic_gpu
 
-    return getattr(mosaic_gpu, name)
+    found = getattr(mosaic_gpu, name)
+    globals()[name] = found  # asked for once: kernels read hundreds of these names
+    return found

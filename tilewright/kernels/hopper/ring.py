@@ -34,7 +34,7 @@ def when(condition: Condition, action: Callable[[], None]) -> None:
         pl.when(condition)(action)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class RingPlan:
     """The static half of a ring: its shared memory, and the arrivals on its barriers.
 
@@ -61,7 +61,7 @@ class RingPlan:
         if self.copies < 1 or self.tile.shape[0] % self.copies or (self.copies > 1 and self.writers):
             raise ValueError(f"copies share the rows, and need TMA, got {self.copies=}, {self.tile=}, {self.writers=}")
 
-    @property
+    @functools.cached_property
     def shared_bytes(self) -> int:
         """Shared memory of the stages, aligned as Mosaic does, and of both barrier arrays."""
         return self.tile.stack_bytes(self.num_stages) + 2 * self.num_stages * BARRIER_BYTES

@@ -122,7 +122,7 @@ def panel_references(ref: Any) -> tuple[tuple[Ref, ...], tuple[Ref, ...]]:
     return tuple(memory), tuple(operands)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class SharedTile:
     """A tile in shared memory, whose layout, transforms and size follow from shape, dtype and swizzle.
 
@@ -159,7 +159,7 @@ class SharedTile:
         if self.panelled and self.panels[-1] * self.dtype.itemsize not in SWIZZLES:
             raise ValueError(f"the last of the panels {self.panels} of {self.shape=} is as wide as no swizzle")
 
-    @property
+    @functools.cached_property
     def panels(self) -> tuple[int, ...]:
         """Columns of each panel; a single one for a tile that has none."""
         columns, width = self.shape[-1], (self.swizzle or 0) // self.dtype.itemsize
@@ -168,7 +168,7 @@ class SharedTile:
         rest = columns % width
         return (width,) * (columns // width) + ((rest,) if rest else ())
 
-    @property
+    @functools.cached_property
     def layout(self) -> SwizzledLayout:
         """The offset of each element; of panels, in the first one."""
         if not self.swizzle:
@@ -176,7 +176,7 @@ class SharedTile:
         rows, columns = self.shape[0], self.panels[0]
         return shared_layout(rows, columns, self.dtype, self.swizzle)
 
-    @property
+    @functools.cached_property
     def transforms(self) -> tuple[Any, ...]:
         """Mosaic's tiling and swizzle, emitted from the layout; none where the tile stays row-major."""
         return emit_transforms(self.layout, self.dtype) if self.swizzle else ()
@@ -185,7 +185,7 @@ class SharedTile:
         """The transforms of a panel of so many columns."""
         return emit_transforms(shared_layout(self.shape[0], width, self.dtype), self.dtype)
 
-    @property
+    @functools.cached_property
     def copies(self) -> int:
         """TMA copies of a tile: one for each panel."""
         return len(self.panels)

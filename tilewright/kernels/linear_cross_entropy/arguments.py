@@ -1,18 +1,16 @@
 """Checks of the arguments of vocabulary losses."""
 
 import math
-from typing import Any, Literal
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from tilewright.kernels.linear_cross_entropy.inputs import IGNORED
-from tilewright.kernels.op.arguments import apply, as_array, is_floating, is_integer, number, to_int32
+from tilewright.kernels.linear_cross_entropy.inputs import IGNORED, Reduction
+from tilewright.kernels.op.arguments import apply, as_array, integer, is_floating, is_integer, number, to_int32
 from tilewright.kernels.op.sharding import explicit_mesh
-
-type Reduction = Literal["mean", "sum", "none"]
 
 
 def rows_and_matrix(
@@ -52,6 +50,14 @@ def labels_array(labels: object, tokens: tuple[int, ...], vocab: int, ignore_ind
 
     result: jax.Array = apply(canonical, array)
     return result
+
+
+def check_labels(x: object, weight: object, labels: object, vocab_first: object, ignore_index: object) -> None:
+    """Raises for labels out of range whose values are known, unless ``prepare`` has something else to say first."""
+    of_x, shape = getattr(x, "shape", ()), getattr(weight, "shape", ())
+    axis = 0 if vocab_first else 1
+    if len(shape) == 2 and of_x[-1:] == shape[1 - axis : 2 - axis]:
+        check_labels_on_host(labels, shape[axis], integer("ignore_index", ignore_index))
 
 
 def check_labels_on_host(labels: object, vocab: int, ignore_index: int) -> None:
@@ -94,10 +100,10 @@ def token_weights_array(token_weights: object, tokens: tuple[int, ...]) -> jax.A
     return result
 
 
-def reduction_name(reduction: object) -> str:
+def reduction_name(reduction: object) -> Reduction:
     if not isinstance(reduction, str) or reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{reduction=} must be 'mean', 'sum' or 'none'")
-    return reduction
+    return cast(Reduction, reduction)
 
 
 def fraction(name: str, value: object) -> float:

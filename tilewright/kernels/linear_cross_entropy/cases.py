@@ -1,15 +1,14 @@
 """Named calls of the vocabulary losses, for tests, tuning and benchmarks."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.kernels.linear_cross_entropy.inputs import Reduction
 from tilewright.kernels.op.cases import Arguments, Case, OpCases, Peer, normal, variants
-
-type Reduction = Literal["mean", "sum", "none"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from tilewright.kernels.linear_cross_entropy.arguments import (
-    Reduction,
     bias_array,
+    check_labels,
     check_labels_on_host,
     fraction,
     labels_array,
@@ -26,30 +27,26 @@ from tilewright.kernels.linear_cross_entropy.arguments import (
     token_weights_array,
 )
 from tilewright.kernels.linear_cross_entropy.cases import CASES
-from tilewright.kernels.linear_cross_entropy.inputs import (
-    IGNORED,
-    LossInputs,
-    LossOptions,
-    LossProblem,
-    LossResults,
-)
-from tilewright.kernels.linear_cross_entropy.losses import losses, reduced, weights, wide_dtype
-from tilewright.kernels.linear_cross_entropy.partitioning import loss_partitioning
+from tilewright.kernels.linear_cross_entropy.inputs import IGNORED, LossInputs, LossResults, Reduction
+from tilewright.kernels.linear_cross_entropy.losses import losses, of_sums, reduced, weights, wide_dtype
+from tilewright.kernels.linear_cross_entropy.partitioning import split_by_tokens
 from tilewright.kernels.linear_cross_entropy.reference import losses_reference, statistics_reference
 from tilewright.kernels.linear_cross_entropy.shards import (
     TypedSplit,
     local_labels,
     merged_lse,
     of_all_devices,
+    splits_vocabulary,
     summed_over,
 )
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption
-from tilewright.kernels.op.portfolio import Choice, PortfolioKernel, lazy
+from tilewright.kernels.op.backend import lazy
+from tilewright.kernels.op.choice import Choice
+from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.roofline import Cost, array_bytes
-from tilewright.kernels.op.sharding import Partitioning, devices_along, explicit_mesh, gathered, typed_axes
-from tilewright.kernels.op.x64 import without_x64
+from tilewright.kernels.op.sharding import AxisName, Partitioning, devices_along, explicit_mesh, gathered
 from tilewright.ops.kernel.kernel import Invocation, errors_naming
 from tilewright.ops.kernel.prepared import prepare
 from tilewright.ops.utils.stable_ids import stable_id
@@ -63,7 +60,7 @@ BACKENDS = (
 
 
 @stable_id("tilewright/linear_cross_entropy.LinearCrossEntropy")
-class LinearCrossEntropy(PortfolioKernel[LossInputs, LossProblem, LossResults]):
+class LinearCrossEntropy(PortfolioKernel[LossInputs, LossResults]):
     """The cross-entropy of ``x · weight``; see ``linear_cross_entropy`` for the arguments.
 
     With ``axis_name`` a call of the kernel returns the statistics of a device's part of the vocabulary, for labels of
@@ -96,155 +93,100 @@ class LinearCrossEntropy(PortfolioKernel[LossInputs, LossProblem, LossResults]):
         gradient_epsilon: float | None = None,
         platform: PlatformOption = None,
         cfg: object = None,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> LossInputs:
         """Checks a call; reads only types, shapes and dtypes."""
         first = arguments.flag("vocab_first", vocab_first)
         rows, matrix, vocab = rows_and_matrix(("x", "weight"), x, weight, first)
         tokens = tuple(rows.shape[:-1])
         ignored = arguments.integer("ignore_index", ignore_index)
-        options: dict[str, Any] = {
-            "vocab_first": first,
-            "label_smoothing": fraction("label_smoothing", label_smoothing),
-            "z_loss": not_negative("z_loss", z_loss),
-            "logits_soft_cap": arguments.soft_cap(logits_soft_cap),
-            "reduction": reduction_name(reduction),
-            "return_lse": arguments.flag("return_lse", return_lse),
-            "platform": arguments.platforms(platform),
-        }
-        arrays = [rows, matrix]
-        if bias is not None:
-            options["bias"] = bias_array(bias, vocab)
-            arrays.append(options["bias"])
-        if token_weights is not None:
-            options["token_weights"] = token_weights_array(token_weights, tokens)
-            arrays.append(options["token_weights"])
-        if gradient_epsilon is not None:
-            options["gradient_epsilon"] = positive("gradient_epsilon", gradient_epsilon)
-            if axis_name is not None:
-                # A device knows the probabilities in its own part alone.
-                raise ValueError(f"{gradient_epsilon=} is not taken with a split vocabulary, {axis_name=}")
-        if axis_name is None:
-            canonical = labels_array(labels, tokens, vocab, ignored)
-        else:
-            # Labels of this part alone; those of others are no mistake. Which axis it is does not change the program,
-            # so its name is in no key, and a tuning outside of shard_map serves calls inside.
-            options["is_part"] = True
-            canonical = labels_array(labels, tokens, vocab, IGNORED)
-        arrays.append(canonical)
-        # Set only if True: keys of calls on one device do not have them.
-        if may_be_distributed(*arrays):
-            options["is_distributed"] = True
-        elif explicit_mesh(*arrays) is None and reduction != "none" and not return_lse and axis_name is None:
-            options["keeps_gradients"] = True
-        return (rows, matrix, canonical), options
+        added = None if bias is None else bias_array(bias, vocab)
+        given = None if token_weights is None else token_weights_array(token_weights, tokens)
+        epsilon = None if gradient_epsilon is None else positive("gradient_epsilon", gradient_epsilon)
+        if epsilon is not None and axis_name is not None:
+            # A device knows the probabilities in its own part alone.
+            raise ValueError(f"{gradient_epsilon=} is not taken with a split vocabulary, {axis_name=}")
+        # Labels of a part alone; those of others are no mistake. Which axis it is does not change the program, so its
+        # name is in no key, and a tuning outside of shard_map serves calls inside.
+        canonical = labels_array(labels, tokens, vocab, ignored if axis_name is None else IGNORED)
+        arrays = [each for each in (rows, matrix, added, given, canonical) if each is not None]
+        distributed = may_be_distributed(*arrays)
+        is_sum = reduction != "none" and not return_lse and axis_name is None
+        return LossInputs(
+            rows,
+            matrix,
+            canonical,
+            added,
+            given,
+            vocab_first=first,
+            label_smoothing=fraction("label_smoothing", label_smoothing),
+            z_loss=not_negative("z_loss", z_loss),
+            logits_soft_cap=arguments.soft_cap(logits_soft_cap),
+            gradient_epsilon=epsilon,
+            is_part=axis_name is not None,
+            keeps_gradients=is_sum and not distributed and explicit_mesh(*arrays) is None,
+            is_distributed=distributed,
+            reduction=reduction_name(reduction),
+            return_lse=arguments.flag("return_lse", return_lse),
+            platform=arguments.platforms(platform),
+        )
 
-    def inputs(
-        self,
-        x: jax.Array,
-        weight: jax.Array,
-        labels: jax.Array,
-        *,
-        vocab_first: bool,
-        reduction: str,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        logits_soft_cap: float | None = None,
-        bias: jax.Array | None = None,
-        token_weights: jax.Array | None = None,
-        gradient_epsilon: float | None = None,
-        is_part: bool = False,
-        is_distributed: bool = False,
-        keeps_gradients: bool = False,
-        **_: Any,
-    ) -> LossInputs:
-        """The prepared arguments in the form that backends take."""
-        summary: Any = "statistics" if is_part else "none" if reduction == "none" else "scalar"
-        options = LossOptions(
-            summary, vocab_first, label_smoothing, z_loss, logits_soft_cap, gradient_epsilon, keeps_gradients,
-            is_distributed,
-        )  # fmt: skip
-        return LossInputs(x, weight, labels, bias, token_weights, options)
-
-    def problem(self, *args: Any, **kwargs: Any) -> LossProblem:
-        """The sizes of prepared arguments, abstract or concrete."""
-        return LossProblem.of(self.inputs(*args, **kwargs))
-
-    def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """The oracle on prepared arguments: promote narrow arrays for exact results."""
-        inputs = self.inputs(*args, **kwargs)
-        if inputs.options.summary == "statistics":
+    def reference(self, inputs: LossInputs) -> Any:
+        """The oracle: promote narrow arrays for exact results."""
+        if inputs.summary == "statistics":
             lse, label_logit, logit_sum = statistics_reference(inputs)
-            return (lse, label_logit, logit_sum) if inputs.options.needs_sum else (lse, label_logit)
+            return (lse, label_logit, logit_sum) if inputs.needs_sum else (lse, label_logit)
         loss, lse = losses_reference(inputs)
         count = weights(inputs.labels, inputs.token_weights, loss.dtype).sum()
-        loss = reduced(loss if kwargs["reduction"] == "none" else loss.sum(), count, kwargs["reduction"])
-        return (loss, lse) if kwargs["return_lse"] else loss
+        loss = reduced(loss if inputs.reduction == "none" else loss.sum(), count, inputs.reduction)
+        return (loss, lse) if inputs.return_lse else loss
 
     def results(self, inputs: LossInputs) -> Any:
-        options, wide = inputs.options, wide_dtype(inputs)
+        wide = wide_dtype(inputs)
         token, scalar = jax.ShapeDtypeStruct(inputs.labels.shape, wide), jax.ShapeDtypeStruct((), wide)
-        found = LossResults(token, token, token if options.needs_sum else None)
-        if options.summary == "statistics":
+        found = LossResults(token, token, token if inputs.needs_sum else None)
+        if inputs.summary == "statistics":
             return found
-        if options.summary == "none":
+        if inputs.summary == "none":
             return dataclasses.replace(found, total=token)
-        kept = {"d_x": inputs.x, "d_weight": inputs.weight, "d_bias": inputs.bias} if options.keeps_gradients else {}
+        kept = {"d_x": inputs.x, "d_weight": inputs.weight, "d_bias": inputs.bias} if inputs.keeps_gradients else {}
         gradients = {n: None if x is None else jax.ShapeDtypeStruct(x.shape, wide) for n, x in kept.items()}
         return dataclasses.replace(found, total=scalar, count=scalar, **gradients)
 
-    def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
+    def run(self, inputs: LossInputs, *, cfg: Choice) -> Any:  # type: ignore[override]
         """The loss alone: a kernel that keeps what gradients are made from would do so for nothing."""
-        with without_x64(args, kwargs):
-            inputs = self.inputs(*args, **kwargs)
-            options = dataclasses.replace(inputs.options, keeps_gradients=False)
-            inputs = dataclasses.replace(inputs, options=options)
-            return self.outputs(inputs, self.forward_results(inputs, cfg), **kwargs)
+        return super().run(inputs.replace(keeps_gradients=False), cfg=cfg)
 
-    def outputs(self, inputs: LossInputs, results: LossResults, *args: Any, **kwargs: Any) -> Any:
+    def outputs(self, inputs: LossInputs, results: LossResults) -> Any:
         """The loss, and lse if it is wanted; or the statistics."""
         if results.total is None:
             found = (results.lse, results.label_logit)
-            return (*found, results.logit_sum) if inputs.options.needs_sum else found
-        loss = reduced(results.total, results.count, kwargs["reduction"])
-        return (loss, results.lse) if kwargs["return_lse"] else loss
+            return (*found, results.logit_sum) if inputs.needs_sum else found
+        loss = reduced(results.total, results.count, inputs.reduction)
+        return (loss, results.lse) if inputs.return_lse else loss
 
-    def cotangents(
-        self, inputs: LossInputs, results: LossResults, cotangents: tuple[Any, ...], *args: Any, **kwargs: Any
-    ) -> LossResults:
+    def cotangents(self, inputs: LossInputs, residuals: LossResults, cotangents: tuple[Any, ...]) -> LossResults:
         """Selects those of lse, or of the sum of the losses and of the sum of the weights."""
-        if results.total is None:
+        if residuals.total is None:
             return LossResults(*cotangents)
         of_loss, *of_lse = cotangents
-        reduction = kwargs["reduction"]
-        if reduction == "none":
-            return LossResults(of_lse[0] if of_lse else None, None, total=of_loss)
-        _, pull_back = jax.vjp(lambda total, count: reduced(total, count, reduction), results.total, results.count)
-        of_total, of_count = pull_back(of_loss)
+        of_total, of_count = of_sums(residuals.total, residuals.count, inputs.reduction, of_loss)
         return LossResults(of_lse[0] if of_lse else None, None, total=of_total, count=of_count)
-
-    def differentiated(self, inputs: LossInputs, wanted: frozenset[str]) -> LossInputs:
-        """The inputs, with the names of the arrays whose gradients are used."""
-        return dataclasses.replace(inputs, gradients=wanted & inputs.gradients)
 
     def partitioning(self, inputs: LossInputs) -> Partitioning | None:
         """Splits by tokens, as in the types of x and of the labels."""
-        return loss_partitioning(inputs)
+        return split_by_tokens(inputs, lambda tokens: LossResults(tokens, tokens, tokens if inputs.needs_sum else None))
 
-    def sample_inputs(self, inv: Invocation[Any, Any], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def sampled(self, inputs: LossInputs, key: jax.Array) -> LossInputs:
         """Normal arrays, logits of about 1, and labels of the whole vocabulary."""
-        args, kwargs = super().sample_inputs(inv, key)
-        problem = self.problem_of(inv)
+        found = super().sampled(inputs, key)
         # Otherwise a token's largest logit has all the probability, and nothing else would be checked.
-        return (
-            args[0],
-            args[1] / math.sqrt(max(problem.d, 1)),
-            _drawn_labels(key, args[2].shape, problem.vocab),
-        ), kwargs
+        weight = found.weight / math.sqrt(max(inputs.d, 1))
+        return found.replace(weight=weight, labels=_drawn_labels(key, inputs.labels.shape, inputs.vocab))
 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """FLOPs of one matmul forward and three backward, and bytes of every array once."""
-        problem, operands = self.problem_of(inv), array_bytes(inv.abstract_args)
-        flops = 2.0 * problem.tokens * problem.d * problem.vocab
+        inputs = self.inputs_of(inv)
+        flops, operands = 2.0 * inputs.tokens * inputs.d * inputs.vocab, array_bytes(inputs)
         # Of gradients that the forward pass computes, too: a program that does not use them does not have them, and
         # these are the FLOPs by which a rate is computed, whichever form the gradients have.
         return Cost(flops, float(operands)) if inv.direction == "forward" else Cost(3 * flops, 2.0 * operands)
@@ -265,7 +207,7 @@ _LINEAR_CROSS_ENTROPY = LinearCrossEntropy()
 
 
 @public_function(LinearCrossEntropy.prepare)
-def linear_cross_entropy(*args: Any, **kwargs: Any) -> Any:
+def linear_cross_entropy(x: ArrayLike, weight: ArrayLike, labels: ArrayLike, **options: Any) -> Any:
     """The cross-entropy of the logits ``x · weight + bias``, which are never in memory as a whole.
 
     The logits, their sums and the loss are in float32 (float64 for float64), whatever the dtypes of x and weight.
@@ -299,113 +241,56 @@ def linear_cross_entropy(*args: Any, **kwargs: Any) -> Any:
       ValueError, TypeError: a wrong argument; the message holds its value.
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
-    if kwargs.get("axis_name") is not None:
-        return _split_vocabulary(*args, **kwargs)
-    given = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
-    _check_labels(given)
-    with errors_naming(_LINEAR_CROSS_ENTROPY):
-        split = _typed_split(given)
-        if split is not None:
-            return _on_explicit_axes(split, **given)
-    return _LINEAR_CROSS_ENTROPY(*args, **kwargs)
+    kernel, axis_name, cfg = _LINEAR_CROSS_ENTROPY, options.get("axis_name"), options.get("cfg")
+    first, ignore_index = options.get("vocab_first", False), options.get("ignore_index", -100)
+    if axis_name is None:
+        check_labels(x, weight, labels, first, ignore_index)
+        # A probability below ``gradient_epsilon`` is known where the whole vocabulary is.
+        if options.get("gradient_epsilon") is not None or not splits_vocabulary(first, weight):
+            return kernel(x, weight, labels, **options)  # which prepares an eager call in one program
+    (inputs,), _ = prepare(kernel, (x, weight, labels), options)
+    with errors_naming(kernel):
+        if axis_name is not None:
+            vocab, ignored = inputs.vocab * devices_along(axis_name, "vocabulary"), int(ignore_index)
+            check_labels_on_host(labels, vocab, ignored)
+            # As prepared, those of other devices' parts are not known.
+            inputs = inputs.replace(labels=labels_array(labels, inputs.labels.shape, vocab, ignored))
+            return _of_parts(inputs, cfg, axis_name)
+        split = TypedSplit.of(inputs)
+        if split is None:
+            return kernel(inputs, cfg=cfg)
+        of_loss = split.tokens if inputs.reduction == "none" else PartitionSpec()
+        return split.run(
+            lambda part: _of_parts(part, cfg, split.vocab, split.token_names),
+            inputs,
+            (of_loss, split.tokens) if inputs.return_lse else of_loss,
+        )
 
 
-_POSITIONAL = ("x", "weight", "labels")
-
-
-def _typed_split(given: Mapping[str, Any]) -> TypedSplit | None:
-    """The split of the vocabulary that types of a call's arrays ask for, if they may be those of a right call."""
-    x, weight, labels = (given.get(name) for name in _POSITIONAL)
-    # The matrix first: of nearly every call this is all that is read. A probability below ``gradient_epsilon`` is known
-    # where the whole vocabulary is.
-    if not isinstance(weight, jax.Array) or weight.ndim != 2 or given.get("gradient_epsilon") is not None:
-        return None
-    axis = 0 if given.get("vocab_first") else 1
-    if typed_axes(weight)[axis] is None or x is None or labels is None:
-        return None
-    arrays = {"x": x, "labels": labels, "token_weights": given.get("token_weights")}
-    by_token = {name: arguments.as_array(name, each) for name, each in arrays.items() if each is not None}
-    return TypedSplit.of(by_token, {"weight": (weight, axis)}, by_token["labels"].ndim)
-
-
-def _on_explicit_axes(
-    split: TypedSplit,
-    *,
-    x: ArrayLike,
-    weight: ArrayLike,
-    labels: ArrayLike,
-    bias: ArrayLike | None = None,
-    token_weights: ArrayLike | None = None,
-    axis_name: None = None,
-    **options: Any,
-) -> Any:
-    """The loss over a vocabulary that is split by the type of the matrix."""
-    first = bool(options.get("vocab_first"))
-    given = {"x": x, "weight": weight, "labels": labels, "bias": bias, "token_weights": token_weights}
-    specs = {
-        "x": split.tokens, "weight": split.spec(2, 0 if first else 1), "labels": split.tokens,
-        "bias": split.spec(1, 0), "token_weights": split.tokens,
-    }  # fmt: skip
-    arrays = {name: arguments.as_array(name, each) for name, each in given.items() if each is not None}
-    loss = split.tokens if options.get("reduction") == "none" else PartitionSpec()
-    return split.run(
-        lambda parts: _split_vocabulary(**parts, axis_name=split.vocab, token_names=split.token_names, **options),
-        arrays,
-        {name: specs[name] for name in arrays},
-        (loss, split.tokens) if options.get("return_lse") else loss,
-    )
-
-
-def _check_labels(given: Mapping[str, Any]) -> None:
-    """Raises for labels out of range whose values are known, unless ``prepare`` has something else to say first."""
-    x, weight, labels = (given.get(name) for name in _POSITIONAL)
-    of_x, shape = getattr(x, "shape", ()), getattr(weight, "shape", ())
-    axis, ignore_index = 0 if given.get("vocab_first") else 1, given.get("ignore_index", -100)
-    if labels is not None and len(shape) == 2 and of_x[-1:] == shape[1 - axis : 2 - axis]:
-        check_labels_on_host(labels, shape[axis], arguments.integer("ignore_index", ignore_index))
-
-
-def _split_vocabulary(
-    x: ArrayLike,
-    weight: ArrayLike,
-    labels: ArrayLike,
-    *,
-    axis_name: str | tuple[str, ...],
-    ignore_index: int = -100,
-    token_weights: ArrayLike | None = None,
-    reduction: Reduction = "mean",
-    return_lse: bool = False,
-    token_names: tuple[str, ...] = (),
-    **options: Any,
-) -> Any:
+def _of_parts(inputs: LossInputs, cfg: object, axis_name: AxisName, token_names: tuple[str, ...] = ()) -> Any:
     """The loss over a vocabulary that is split over a mesh axis, from each device's statistics.
 
     Args:
+      inputs: a device's part, with labels of the whole vocabulary.
       token_names: axes over which tokens are split, if a scalar is to be that of all of them.
     """
-    kernel = _LINEAR_CROSS_ENTROPY
-    # The checks of a call; labels of the whole vocabulary have the part's bounds here, so they are checked below.
-    call = {"axis_name": axis_name, "token_weights": token_weights, "reduction": reduction, "return_lse": return_lse}
-    given, checked = prepare(kernel, (x, weight, labels), call | options | {"ignore_index": ignore_index})
-    inputs = kernel.inputs(*given, **checked)
-    with errors_naming(kernel):
-        devices = devices_along(axis_name, "vocabulary")
-    check_labels_on_host(labels, inputs.vocab * devices, arguments.integer("ignore_index", ignore_index))
-    whole = arguments.to_int32(arguments.as_array("labels", labels))
-    whole = jnp.where(whole == ignore_index, IGNORED, jnp.where(whole < 0, np.iinfo(np.int32).max, whole))
-    own, wrong = local_labels(whole, inputs.vocab, axis_name)
+    kernel: Any = _LINEAR_CROSS_ENTROPY
+    own, wrong = local_labels(inputs.labels, inputs.vocab, axis_name)
+    part = inputs.replace(
+        x=of_all_devices(inputs.x, axis_name), labels=own, token_weights=None, is_part=True, reduction="mean",
+        return_lse=False,
+    )  # fmt: skip
     # The loss from here on is JAX's to differentiate: its transposes of the gather fit both kinds of shard_map.
-    statistics = kernel(of_all_devices(given[0], axis_name), given[1], own, axis_name=axis_name, **options)
-    parts = gathered(jnp.stack(statistics), axis_name)
+    parts = gathered(jnp.stack(kernel(part, cfg=cfg)), axis_name)
     lse, label_logit = merged_lse(parts[:, 0]), parts[:, 1].sum(0)
-    logit_sum = parts[:, 2].sum(0) if inputs.options.needs_sum else None
-    valid = whole != IGNORED
+    logit_sum = parts[:, 2].sum(0) if inputs.needs_sum else None
+    valid = inputs.labels != IGNORED
     lse = jnp.where(valid, lse, 0)
     label_logit = jnp.where(wrong, jnp.nan, label_logit)
-    vocab = inputs.vocab * devices
-    weight_of = weights(whole, inputs.token_weights, lse.dtype)
-    loss = jnp.where(valid, losses(inputs.options, vocab, lse, label_logit, logit_sum), 0) * weight_of
-    if reduction != "none":
+    vocab = inputs.vocab * lax.axis_size(axis_name)
+    weight_of = weights(inputs.labels, inputs.token_weights, lse.dtype)
+    loss = jnp.where(valid, losses(inputs, vocab, lse, label_logit, logit_sum), 0) * weight_of
+    if inputs.reduction != "none":
         total, count = summed_over((loss.sum(), weight_of.sum()), token_names)
-        loss = reduced(total, count, reduction)
-    return (loss, lse) if return_lse else loss
+        loss = reduced(total, count, inputs.reduction)
+    return (loss, lse) if inputs.return_lse else loss

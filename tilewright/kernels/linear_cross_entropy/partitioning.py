@@ -1,12 +1,14 @@
 """The split of vocabulary losses over explicit mesh axes: by tokens, with the matrix whole on every device."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossResults
+from tilewright.kernels.linear_cross_entropy.kl_inputs import KlInputs, KlResults
 from tilewright.kernels.op.sharding import (
     GradientParts,
     Partitioning,
@@ -15,6 +17,11 @@ from tilewright.kernels.op.sharding import (
     typed_axes,
     typed_spec,
 )
+
+
+def arrays_of(inputs: LossInputs | KlInputs) -> dict[str, Any]:
+    """The arrays that a call has, by name."""
+    return {name: array for name, array in inputs.arrays.items() if array is not None}
 
 
 def token_axes(arrays: dict[str, Any], tokens: int) -> tuple[list[Any], tuple[str, ...]]:
@@ -36,31 +43,31 @@ def token_axes(arrays: dict[str, Any], tokens: int) -> tuple[list[Any], tuple[st
     return split, tuple(name for axes in split for name in axis_names(axes))
 
 
-def loss_partitioning(inputs: LossInputs) -> Partitioning | None:
+def split_by_tokens(
+    inputs: LossInputs | KlInputs, statistics: Callable[[PartitionSpec], LossResults | KlResults]
+) -> Partitioning | None:
     """The partitioning that the types of the arrays imply; ``None`` without explicit axes.
 
     A matrix that is split is gathered, and its gradient is split again.
 
+    Args:
+      statistics: results with the spec of an array by tokens for each statistic.
+
     Raises:
       ValueError: tokens are split in two ways, or d is.
     """
-    given: dict[str, Any] = {
-        "x": inputs.x, "weight": inputs.weight, "labels": inputs.labels, "bias": inputs.bias,
-        "token_weights": inputs.token_weights,
-    }  # fmt: skip
-    arrays: dict[str, Any] = {name: array for name, array in given.items() if array is not None}
+    arrays = arrays_of(inputs)
     mesh = explicit_mesh(*arrays.values())
     if mesh is None:
         return None
-    by_token: dict[str, Any] = {name: arrays[name] for name in ("x", "labels", "token_weights") if name in arrays}
-    split, names = token_axes(by_token, inputs.labels.ndim)
+    by_token = {name: array for name, array in arrays.items() if name not in inputs.vocab_axes}
+    split, names = token_axes(by_token, len(inputs.token_shape))
     tokens, whole = PartitionSpec(*split), PartitionSpec()
     specs = {name: tokens if name in by_token else whole for name in arrays}
-    options = inputs.options
-    scalar = options.summary == "scalar"
-    structure: Any = inputs
+    scalar = inputs.summary == "scalar"
+    of_total = None if inputs.summary == "statistics" else whole if scalar else tokens
 
-    def on_results(results: LossResults) -> LossResults:
+    def on_results(results: LossResults | KlResults) -> LossResults | KlResults:
         if not scalar or not names:
             return results
         # The backward pass scales with the sum of all weights, so both are residuals of the whole call.
@@ -69,14 +76,8 @@ def loss_partitioning(inputs: LossInputs) -> Partitioning | None:
 
     return Partitioning(
         mesh=mesh,
-        inputs=dataclasses.replace(structure, **specs),
-        results=LossResults(
-            lse=tokens,
-            label_logit=tokens,
-            logit_sum=tokens if options.needs_sum else None,
-            total=None if options.summary == "statistics" else whole if scalar else tokens,
-            count=whole if scalar else None,
-        ),
+        inputs=inputs.replace(**specs),
+        results=dataclasses.replace(statistics(tokens), total=of_total, count=whole if scalar else None),
         gradients={
             name: GradientParts(specs[name], () if name in by_token else names, typed_spec(array))
             for name, array in arrays.items()

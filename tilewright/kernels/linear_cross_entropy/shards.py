@@ -6,7 +6,7 @@ of the matrix is complete. On explicit axes the types of the matrices ask for th
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from tilewright.kernels.linear_cross_entropy.inputs import IGNORED
-from tilewright.kernels.linear_cross_entropy.partitioning import token_axes
+from tilewright.kernels.linear_cross_entropy.inputs import IGNORED, LossInputs
+from tilewright.kernels.linear_cross_entropy.kl_inputs import KlInputs
+from tilewright.kernels.linear_cross_entropy.partitioning import arrays_of, token_axes
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op.sharding import (
     axis_names,
@@ -43,36 +44,41 @@ class TypedSplit:
     vocab: tuple[str, ...]
 
     @classmethod
-    def of(cls, by_token: Mapping[str, Any], matrices: Mapping[str, tuple[Any, int]], rank: int) -> "TypedSplit | None":
+    def of(cls, inputs: LossInputs | KlInputs) -> "TypedSplit | None":
         """The split; None if the vocabulary is whole, or split over the axes of the tokens, so that it is gathered.
-
-        Args:
-          by_token: the arrays that begin with the dimensions of the tokens.
-          matrices: each with its dimension that is the vocabulary.
-          rank: the number of dimensions of the tokens.
 
         Raises:
           ValueError: tokens are split in two ways, or d is.
         """
-        split = [axis_names(typed_axes(matrix)[axis]) for matrix, axis in matrices.values()]
+        arrays, axes = arrays_of(inputs), inputs.vocab_axes
+        by_token = {name: array for name, array in arrays.items() if name not in axes}
+        split = [axis_names(typed_axes(arrays[name])[axis]) for name, axis in axes.items() if name in arrays]
         if not any(split):
             return None
-        tokens, token_names = token_axes(dict(by_token), rank)
+        tokens, token_names = token_axes(by_token, len(inputs.token_shape))
         vocab = [name for name in next(filter(None, split)) if name not in token_names]
-        mesh = explicit_mesh(*(matrix for matrix, _ in matrices.values()))
+        mesh = explicit_mesh(*(arrays[name] for name in axes if name in arrays))
         if mesh is None or not vocab:
             return None
         return cls(mesh, PartitionSpec(*tokens), token_names, tuple(vocab))
 
-    def spec(self, rank: int, vocab_axis: int) -> PartitionSpec:
-        """The spec of a matrix or bias of some rank."""
+    def run(self, function: Callable[[Any], Any], inputs: LossInputs | KlInputs, out: Any) -> Any:
+        """Runs a function of the devices' parts of a call, inside ``shard_map``."""
+        arrays = arrays_of(inputs)
+        specs = {name: self._spec(array.ndim, inputs.vocab_axes.get(name)) for name, array in arrays.items()}
+        return over_explicit_axes(lambda parts: function(inputs.replace(**parts)), self.mesh, arrays, specs, out)
+
+    def _spec(self, rank: int, vocab_axis: int | None) -> PartitionSpec:
+        """The spec of an array of some rank; of one by tokens, if the vocabulary is none of its axes."""
+        if vocab_axis is None:
+            return self.tokens
         return PartitionSpec(*(self.vocab if axis == vocab_axis else None for axis in range(rank)))
 
-    def run(
-        self, function: Callable[[dict[str, Any]], Any], arrays: dict[str, Any], specs: dict[str, Any], out: Any
-    ) -> Any:
-        """Runs a function of the devices' parts of some arrays, inside ``shard_map``."""
-        return over_explicit_axes(function, self.mesh, arrays, specs, out)
+
+def splits_vocabulary(vocab_first: object, *matrices: object) -> bool:
+    """True if the type of a matrix splits the vocabulary: of nearly every call this is all that is read."""
+    axis, known = 0 if vocab_first else 1, [x for x in matrices if isinstance(x, jax.Array) and x.ndim == 2]
+    return len(known) == len(matrices) and any(typed_axes(x)[axis] is not None for x in known)
 
 
 def of_all_devices(x: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
@@ -107,7 +113,7 @@ def local_labels(labels: jax.Array, part: int, axis_name: str | tuple[str, ...])
       part: classes of each device.
     """
     count = lax.axis_size(axis_name)
-    wrong = (labels < 0) & (labels != IGNORED) | (labels >= part * count)
+    wrong = labels >= part * count
     # A label of another part is no class of this one: its logit comes from the device that has it.
     own = labels - lax.axis_index(axis_name).astype(jnp.int32) * part
     inside = (own >= 0) & (own < part)

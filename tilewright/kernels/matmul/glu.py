@@ -1,8 +1,5 @@
 """The gated linear unit: its argument list, and the parts that all its backends share."""
 
-import dataclasses
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import jax
@@ -10,27 +7,27 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from tilewright.kernels.matmul.cases import GLU_CASES
-from tilewright.kernels.matmul.inputs import GluInputs, GluOptions, GluProblem
+from tilewright.kernels.matmul.inputs import GluInputs
 from tilewright.kernels.matmul.partitioning import glu_partitioning
 from tilewright.kernels.numerics.activations import Activation, activation_name, gated
 from tilewright.kernels.numerics.dots import result_dtype
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption
-from tilewright.kernels.op.portfolio import Choice, PortfolioKernel, lazy
+from tilewright.kernels.op.backend import lazy
+from tilewright.kernels.op.choice import Choice
+from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.roofline import Cost, array_bytes
 from tilewright.kernels.op.sharding import Partitioning
-from tilewright.kernels.op.x64 import without_x64
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.stable_ids import stable_id
 
 
 @stable_id("tilewright/matmul.Glu")
-class Glu(PortfolioKernel[GluInputs, GluProblem, Any]):
+class Glu(PortfolioKernel[GluInputs, Any]):
     """A gated linear unit; see ``glu`` for the arguments."""
 
     cases = GLU_CASES
-    core_dims: ClassVar[Mapping[str, int]] = MappingProxyType({"x": 1})
     run_is_forward: ClassVar[bool] = False  # it keeps no pre-activations
 
     def __init__(self) -> None:
@@ -50,7 +47,7 @@ class Glu(PortfolioKernel[GluInputs, GluProblem, Any]):
         activation: Activation = "silu",
         platform: PlatformOption = None,
         cfg: object = None,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> GluInputs:
         """Checks a call; reads only types, shapes and dtypes."""
         rows, gates, ups = (arguments.as_array(*each) for each in (("x", x), ("gate", gate), ("up", up)))
         if not rows.shape or not arguments.is_floating(rows.dtype):
@@ -61,54 +58,40 @@ class Glu(PortfolioKernel[GluInputs, GluProblem, Any]):
                     f"{name} must be a floating-point array [k, n] with k={rows.shape[-1]}, and gate and up alike, "
                     f"got {gates.shape=}, {ups.shape=}, {matrix.dtype=}"
                 )
-        return (rows, gates, ups), {
-            "out_dtype": result_dtype(None, rows.dtype, gates.dtype, ups.dtype).name,
-            "activation": activation_name(activation),
-            "platform": arguments.platforms(platform),
-        }
+        return GluInputs(
+            rows,
+            gates,
+            ups,
+            out_dtype=result_dtype(None, rows.dtype, gates.dtype, ups.dtype).name,
+            activation=activation_name(activation),
+            platform=arguments.platforms(platform),
+        )
 
-    def inputs(
-        self, x: jax.Array, gate: jax.Array, up: jax.Array, *, out_dtype: str, activation: str, **_: Any
-    ) -> GluInputs:
-        """The prepared arguments in the form that backends take."""
-        return GluInputs(x, gate, up, GluOptions(out_dtype, activation))
-
-    def problem(self, *args: Any, **kwargs: Any) -> GluProblem:
-        """The sizes of prepared arguments, abstract or concrete."""
-        return GluProblem.of(self.inputs(*args, **kwargs))
-
-    def reference(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """The oracle on prepared arguments: promote narrow arrays for exact results."""
-        inputs = self.inputs(*args, **kwargs)
-        wide = jnp.promote_types(inputs.options.out_dtype, jnp.float32)
+    def reference(self, inputs: GluInputs) -> jax.Array:
+        """The oracle: promote narrow arrays for exact results."""
+        wide = jnp.promote_types(inputs.out_dtype, jnp.float32)
         x, gate, up = (each.astype(wide) for each in (inputs.x, inputs.gate, inputs.up))
-        out = gated(inputs.options.activation, jnp.matmul(x, gate), jnp.matmul(x, up))
-        return out.astype(inputs.options.out_dtype)
+        out = gated(inputs.activation, jnp.matmul(x, gate), jnp.matmul(x, up))
+        return out.astype(inputs.out_dtype)
 
     def results(self, inputs: GluInputs) -> Any:
         """The output, and both pre-activations if they are kept."""
-        out = jax.ShapeDtypeStruct((*inputs.x.shape[:-1], inputs.gate.shape[1]), inputs.options.out_dtype)
+        out = jax.ShapeDtypeStruct(inputs.out_shape, inputs.out_dtype)
         return (out, out, out) if inputs.keeps else (out, None, None)
 
-    def run(self, *args: Any, cfg: Choice, **kwargs: Any) -> Any:
+    def outputs(self, inputs: GluInputs, results: Any) -> jax.Array:
+        return cast(jax.Array, results[0])
+
+    def run(self, inputs: GluInputs, *, cfg: Choice) -> Any:  # type: ignore[override]
         """The result, without pre-activations in memory where the backend can do without."""
-        with without_x64(args, kwargs):
-            inputs = dataclasses.replace(self.inputs(*args, **kwargs), keeps=False)
-            return self.forward_results(inputs, cfg)[0]
+        return super().run(inputs.replace(keeps=False), cfg=cfg)
 
-    def forward_with_residuals(self, *args: object, cfg: Choice, **kwargs: object) -> tuple[Any, Any]:
-        """The result, and both pre-activations."""
-        _, results = super().forward_with_residuals(*args, cfg=cfg, **kwargs)
-        return results[0], results[1:]
+    def residuals(self, results: Any) -> Any:
+        """Both pre-activations."""
+        return results[1:]
 
-    def cotangents(
-        self, inputs: GluInputs, results: Any, cotangents: tuple[Any, ...], *args: Any, **kwargs: Any
-    ) -> jax.Array:
+    def cotangents(self, inputs: GluInputs, residuals: Any, cotangents: tuple[Any, ...]) -> jax.Array:
         return cast(jax.Array, cotangents[0])
-
-    def differentiated(self, inputs: GluInputs, wanted: frozenset[str]) -> GluInputs:
-        """The inputs, with the names of the operands whose gradients are used."""
-        return dataclasses.replace(inputs, gradients=wanted & inputs.gradients)
 
     def partitioning(self, inputs: GluInputs) -> Partitioning | None:
         """Splits by rows and n, as in the types of x, gate and up."""
@@ -116,10 +99,10 @@ class Glu(PortfolioKernel[GluInputs, GluProblem, Any]):
 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """FLOPs of two matmuls forward and four backward, and bytes of every array once."""
-        problem = self.problem_of(inv)
-        flops = 4.0 * problem.rows * problem.k * problem.n
-        out = problem.rows * problem.n * jnp.dtype(problem.options.out_dtype).itemsize
-        operands = array_bytes(inv.abstract_args)
+        inputs = self.inputs_of(inv)
+        flops = 4.0 * inputs.rows * inputs.k * inputs.n
+        out = inputs.rows * inputs.n * jnp.dtype(inputs.out_dtype).itemsize
+        operands = array_bytes(inputs)
         if inv.direction == "forward":
             return Cost(flops, float(operands + out))
         return Cost(2 * flops, float(2 * operands + 3 * out))

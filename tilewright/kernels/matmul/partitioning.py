@@ -1,6 +1,5 @@
 """The split of a dense matmul over explicit mesh axes: by rows, k and n, each by axes of its own."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,19 +40,17 @@ def matmul_partitioning(inputs: MatmulInputs) -> Partitioning | None:
     of_lhs = PartitionSpec(*lhs_axes)
     of_matrix = PartitionSpec(*((n, k) if rhs_axis else (k, n)))
     summed, row_names = axis_names(k), tuple(name for axes in rows for name in axis_names(axes))
-    wide = accumulator(lhs.dtype, rhs.dtype, inputs.options.out_dtype)
-    partial = dataclasses.replace(inputs.options, out_dtype=wide.name)
-    structure: Any = inputs
+    wide = accumulator(lhs.dtype, rhs.dtype, inputs.out_dtype)
     return Partitioning(
         mesh=mesh,
-        inputs=dataclasses.replace(structure, lhs=of_lhs, rhs=of_matrix),
+        inputs=inputs.replace(lhs=of_lhs, rhs=of_matrix),
         results=PartitionSpec(*rows, n),
         gradients={
             "lhs": GradientParts(of_lhs, axis_names(n), typed_spec(lhs)),
             "rhs": GradientParts(of_matrix, row_names, typed_spec(rhs)),
         },
-        on_part=lambda part: dataclasses.replace(part, options=partial) if summed else part,
-        on_results=lambda out: jax.lax.psum(out, summed).astype(inputs.options.out_dtype) if summed else out,
+        on_part=lambda part: part.replace(out_dtype=wide.name) if summed else part,
+        on_results=lambda out: jax.lax.psum(out, summed).astype(inputs.out_dtype) if summed else out,
     )
 
 
@@ -74,10 +71,9 @@ def glu_partitioning(inputs: GluInputs) -> Partitioning | None:
     _check_distinct((*rows, n), arrays)
     of_x, of_matrix = PartitionSpec(*rows, None), PartitionSpec(None, n)
     row_names = tuple(name for axes in rows for name in axis_names(axes))
-    structure: Any = inputs
     return Partitioning(
         mesh=mesh,
-        inputs=dataclasses.replace(structure, x=of_x, gate=of_matrix, up=of_matrix),
+        inputs=inputs.replace(x=of_x, gate=of_matrix, up=of_matrix),
         results=PartitionSpec(*rows, n),
         gradients={
             "x": GradientParts(of_x, axis_names(n), typed_spec(inputs.x)),

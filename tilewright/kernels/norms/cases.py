@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.kernels.norms.inputs import NormInputs, NormOptions
+from tilewright.kernels.norms.inputs import NormInputs
 from tilewright.kernels.op.cases import Arguments, Case, OpCases, normal, variants
 
 
@@ -34,8 +34,8 @@ class NormCase(Case, abc.ABC):
 
     @property
     @abc.abstractmethod
-    def options(self) -> NormOptions:
-        """The options that are static values."""
+    def options(self) -> dict[str, Any]:
+        """The inputs that are no arrays."""
 
     @property
     @abc.abstractmethod
@@ -49,10 +49,10 @@ class NormCase(Case, abc.ABC):
         vector: Any = jax.ShapeDtypeStruct((self.columns,), jnp.dtype(self.weight_dtype or self.dtype))
         return NormInputs(
             x,
-            x if self.residual else None,
-            vector if self.weight else None,
-            vector if self.has_bias else None,
-            self.options,
+            residual=x if self.residual else None,
+            weight=vector if self.weight else None,
+            bias=vector if self.has_bias else None,
+            **self.options,
         )
 
     def inputs(self, seed: int = 0) -> NormInputs:
@@ -74,8 +74,8 @@ class RmsNormCase(NormCase):
     weight_offset: float = 0.0
 
     @property
-    def options(self) -> NormOptions:
-        return NormOptions("rms", self.eps, self.weight_offset)
+    def options(self) -> dict[str, Any]:
+        return {"kind": "rms", "eps": self.eps, "weight_offset": self.weight_offset}
 
     @property
     def has_bias(self) -> bool:
@@ -94,8 +94,8 @@ class LayerNormCase(NormCase):
     bias: bool = True
 
     @property
-    def options(self) -> NormOptions:
-        return NormOptions("layer", self.eps)
+    def options(self) -> dict[str, Any]:
+        return {"kind": "layer", "eps": self.eps}
 
     @property
     def has_bias(self) -> bool:

@@ -4,22 +4,20 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import jax
 from jax.typing import ArrayLike
 
 from tilewright.kernels.norms.cases import LAYER_CASES, RMS_CASES
-from tilewright.kernels.norms.inputs import Kind, NormInputs, NormOptions, NormProblem, NormResults
+from tilewright.kernels.norms.inputs import Kind, NormInputs, NormResults
 from tilewright.kernels.norms.reference import norm_reference
 from tilewright.kernels.op.arguments import PlatformOption, as_array, is_floating, number, platforms, to_32_bit
-from tilewright.kernels.op.portfolio import PortfolioKernel, lazy
+from tilewright.kernels.op.backend import lazy
+from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.utils.stable_ids import stable_id
 
-type Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-
-class _Norm(PortfolioKernel[NormInputs, NormProblem, NormResults]):
+class _Norm(PortfolioKernel[NormInputs, NormResults]):
     kind: ClassVar[Kind]
     core_dims: ClassVar[Mapping[str, int]] = MappingProxyType({"x": 1, "residual": 1})
 
@@ -35,7 +33,7 @@ class _Norm(PortfolioKernel[NormInputs, NormProblem, NormResults]):
         bias: ArrayLike | None,
         platform: PlatformOption,
         **numbers: Any,
-    ) -> Call:
+    ) -> NormInputs:
         """Checks a call; reads only types, shapes and dtypes."""
         x = as_array("x", x)
         if not x.shape or not is_floating(x.dtype):
@@ -50,36 +48,19 @@ class _Norm(PortfolioKernel[NormInputs, NormProblem, NormResults]):
             if vector is not None and (vector.shape != x.shape[-1:] or not is_floating(vector.dtype)):
                 raise ValueError(f"{name} must be floating-point {x.shape[-1:]}, got {vector.dtype}{vector.shape}")
             vectors.append(to_32_bit(vector, x.dtype))
-        options = {name: number(name, value) for name, value in numbers.items()}
+        options: dict[str, Any] = {name: number(name, value) for name, value in numbers.items()}
         if options["eps"] < 0:
             raise ValueError(f"eps must not be negative, got {options['eps']}")
-        return (x, residual, *vectors), options | {"platform": platforms(platform)}
-
-    def inputs(
-        self,
-        x: jax.Array,
-        residual: jax.Array | None,
-        weight: jax.Array | None,
-        bias: jax.Array | None,
-        *,
-        eps: float,
-        weight_offset: float = 0.0,
-        **_: Any,
-    ) -> NormInputs:
-        return NormInputs(x, residual, weight, bias, NormOptions(self.kind, eps, weight_offset))
-
-    def problem(self, *args: Any, **kwargs: Any) -> NormProblem:
-        return NormProblem.of(self.inputs(*args, **kwargs))
+        return NormInputs(x, self.kind, residual, *vectors, platform=platforms(platform), **options)
 
     def results(self, inputs: NormInputs) -> Any:
         x = struct_like(inputs.x)
         return NormResults(x, None if inputs.residual is None else x)  # type: ignore[arg-type]
 
-    def outputs(self, inputs: NormInputs, results: NormResults, *args: Any, **kwargs: Any) -> Any:
+    def outputs(self, inputs: NormInputs, results: NormResults) -> Any:
         return results.out if inputs.residual is None else (results.out, results.total)
 
-    def reference(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = self.inputs(*args, **kwargs)
+    def reference(self, inputs: NormInputs) -> Any:
         out, total = norm_reference(inputs, inputs.x.dtype)
         return out if inputs.residual is None else (out, total)
 
@@ -101,7 +82,7 @@ class RmsNorm(_Norm):
         weight_offset: float = 0.0,
         platform: PlatformOption = None,
         cfg: object = None,
-    ) -> Call:
+    ) -> NormInputs:
         return self.canonical(x, residual, weight, None, platform, eps=eps, weight_offset=weight_offset)
 
 
@@ -122,7 +103,7 @@ class LayerNorm(_Norm):
         eps: float = 1e-6,
         platform: PlatformOption = None,
         cfg: object = None,
-    ) -> Call:
+    ) -> NormInputs:
         return self.canonical(x, residual, weight, bias, platform, eps=eps)
 
 

@@ -14,17 +14,16 @@ def norm_reference(inputs: NormInputs, compute_dtype: DTypeLike | None = None) -
     ``total`` is x without a residual.
     """
     dtype = jnp.dtype(compute_dtype or jnp.promote_types(inputs.x.dtype, jnp.float32))
-    options = inputs.options
     total = inputs.x.astype(dtype)
     if inputs.residual is not None:
         total = total + inputs.residual.astype(dtype)
     centered = total
-    if options.kind == "layer":
+    if inputs.kind == "layer":
         centered = total - jnp.mean(total, axis=-1, keepdims=True)
     variance = jnp.mean(centered * centered, axis=-1, keepdims=True)
-    out = centered / jnp.sqrt(variance + jnp.asarray(options.eps, dtype))
+    out = centered / jnp.sqrt(variance + jnp.asarray(inputs.eps, dtype))
     if inputs.weight is not None:
-        out = out * (inputs.weight.astype(dtype) + jnp.asarray(options.weight_offset, dtype))
+        out = out * (inputs.weight.astype(dtype) + jnp.asarray(inputs.weight_offset, dtype))
     if inputs.bias is not None:
         out = out + inputs.bias.astype(dtype)
     return out, total

@@ -6,34 +6,33 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.norms.inputs import NormInputs, NormOptions, NormProblem, NormResults, normed
-from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.norms.inputs import NormInputs, NormResults, normed
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 
-class XlaNorm(Implementation):
+class XlaNorm(Implementation[NormInputs, NormResults, FwdParams, BwdParams]):
     """Supports every floating-point dtype and shape; has no params."""
 
     platform: ClassVar[Platform] = Platform.XLA
     forward_mode: ClassVar[bool] = True
     symbolic_dimensions: ClassVar[bool] = True
+    serves: ClassVar[frozenset[str]] = frozenset({"residual", "weight", "bias", "eps", "weight_offset"})
 
-    def not_supported_reasons(self, problem: NormProblem, device: Device, direction: Direction) -> list[str]:
+    def reasons(self, inputs: NormInputs, device: Device, direction: Direction) -> list[str]:
         return []
 
-    def heuristic(self, problem: NormProblem, device: Device, direction: Direction) -> FwdParams | BwdParams:
-        return FwdParams() if direction == "forward" else BwdParams()
-
-    def candidates(self, problem: NormProblem, device: Device, direction: Direction) -> Iterable[FwdParams | BwdParams]:
-        return ()
+    def candidates(self, inputs: NormInputs, device: Device, direction: Direction) -> Iterable[FwdParams | BwdParams]:
+        return [FwdParams() if direction == "forward" else BwdParams()]
 
     def forward(self, inputs: NormInputs, params: FwdParams) -> NormResults:
-        dtype, options = _accumulation_dtype(inputs.x), inputs.options
+        dtype = _accumulation_dtype(inputs.x)
         total = None if inputs.residual is None else _rounded_sum(inputs.x, inputs.residual)
-        out, _ = _normalized((inputs.x if total is None else total).astype(dtype), options)
+        out, _ = _normalized((inputs.x if total is None else total).astype(dtype), inputs)
         if inputs.weight is not None:
-            out = out * (inputs.weight.astype(dtype) + options.weight_offset)
+            out = out * (inputs.weight.astype(dtype) + inputs.weight_offset)
         if inputs.bias is not None:
             out = out + inputs.bias.astype(dtype)
         return NormResults(out.astype(inputs.x.dtype), total)
@@ -42,8 +41,8 @@ class XlaNorm(Implementation):
         self, inputs: NormInputs, results: NormResults, cotangents: NormResults, params: BwdParams
     ) -> dict[str, Any]:
         """Computes the gradients; x and residual share one array."""
-        dtype, options = _accumulation_dtype(inputs.x), inputs.options
-        value, rstd = _normalized(normed(inputs, results).astype(dtype), options)
+        dtype = _accumulation_dtype(inputs.x)
+        value, rstd = _normalized(normed(inputs, results).astype(dtype), inputs)
         d_out = cotangents.out.astype(dtype)
         leading = tuple(range(d_out.ndim - 1))
         gradients: dict[str, Any] = {}
@@ -51,11 +50,11 @@ class XlaNorm(Implementation):
             gradients["bias"] = jnp.sum(d_out, axis=leading).astype(inputs.bias.dtype)
         if inputs.weight is not None:
             gradients["weight"] = jnp.sum(d_out * value, axis=leading).astype(inputs.weight.dtype)
-            d_out = d_out * (inputs.weight.astype(dtype) + options.weight_offset)
+            d_out = d_out * (inputs.weight.astype(dtype) + inputs.weight_offset)
         # x̂ the normed rows and g = d_out · weight: dx = rstd · (g − x̂ · mean(g ∘ x̂) − mean(g)), the last term for
         # layer norm.
         d_x = d_out - value * jnp.mean(d_out * value, axis=-1, keepdims=True)
-        if options.kind == "layer":
+        if inputs.kind == "layer":
             d_x = d_x - jnp.mean(d_out, axis=-1, keepdims=True)
         d_x = d_x * rstd
         if cotangents.total is not None:
@@ -84,14 +83,14 @@ def _accumulation_dtype(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _normalized(value: Any, options: NormOptions) -> tuple[Any, Any]:
+def _normalized(value: Any, inputs: NormInputs) -> tuple[Any, Any]:
     """Rows of mean square 1, and the factor that they were multiplied by."""
     rest: Any = 0.0
-    if options.kind == "layer":
+    if inputs.kind == "layer":
         value = value - jnp.mean(value, axis=-1, keepdims=True)
         # A mean is rounded like its largest term: with values near 1000 the rest is up to 1e-4.
         rest = jnp.mean(value, axis=-1, keepdims=True)
     variance = jnp.mean(value * value, axis=-1, keepdims=True) - rest * rest
     # A difference of rounded numbers may be negative.
-    rstd = lax.rsqrt(jnp.maximum(variance, 0.0) + options.eps)
+    rstd = lax.rsqrt(jnp.maximum(variance, 0.0) + inputs.eps)
     return (value - rest) * rstd, rstd

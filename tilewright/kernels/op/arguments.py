@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tilewright.kernels.op.backend import Platform
+from tilewright.kernels.op.choice import Platform
 
 type PlatformLike = Platform | str
 type PlatformOption = PlatformLike | Sequence[PlatformLike] | None

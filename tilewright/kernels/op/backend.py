@@ -1,83 +1,30 @@
-"""Platforms, and the interface of one backend of an op."""
+"""The interface of one backend of an op, and the backends that an op has."""
 
 import abc
 import dataclasses
-import enum
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal, Never
+import functools
+import importlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Never, cast
 
+from tilewright.kernels.op.choice import Choice, Platform, implementation_name
 from tilewright.kernels.op.footprint import Footprint
+from tilewright.kernels.op.inputs import OpInputs
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
-from tilewright.ops.utils.stable_ids import stable_id
 
 
-@stable_id("tilewright/registry.Platform", formerly=("tilewright.kernels.registry:Platform",))
-class Platform(enum.StrEnum):
-    """The language or system that a kernel is written in."""
-
-    XLA = "xla"
-    PALLAS = "pallas"
-    TRITON = "triton"
-    CUDA = "cuda"
-
-
-@stable_id("tilewright/registry.Backend", formerly=("tilewright.kernels.registry:Backend",))
-class Backend(enum.StrEnum):
-    """The hardware that a config is meant for."""
-
-    ANY = "any"
-    GPU = "gpu"
-    TPU = "tpu"
-    CPU = "cpu"
-
-
-@stable_id("tilewright/registry.KernelConfig", formerly=("tilewright.kernels.registry:KernelConfig",))
-@dataclasses.dataclass(frozen=True, slots=True)
-class KernelConfig:
-    """A config in terms that many kernels share, for callers who set block sizes by hand.
-
-    Attributes:
-      block_q: query rows per tile.
-      block_k: keys per tile.
-      block_d: head_dim per tile, if it is tiled.
-      num_warps: warps of a GPU block.
-      num_stages: stages of a GPU pipeline.
-      platform: a platform's name, or "auto".
-      backend: the hardware that the config is meant for.
-      algorithm: one of several implementations on a platform.
-      priority: the config with the highest one applies if several match.
-    """
-
-    block_q: int = 128
-    block_k: int = 128
-    block_d: int = 64
-    num_warps: int = 4
-    num_stages: int = 2
-    platform: Platform | Literal["triton", "pallas", "cuda", "xla", "auto"] = "auto"
-    backend: Backend | Literal["gpu", "tpu", "cpu", "any"] = Backend.ANY
-    algorithm: str | None = None
-    priority: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("block_q", "block_k", "block_d", "num_warps", "num_stages"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"KernelConfig needs a positive integer, got {name}={value!r}")
-        if self.platform != "auto":
-            object.__setattr__(self, "platform", Platform(self.platform))
-        object.__setattr__(self, "backend", Backend(self.backend))
-
-
-class Implementation[Inputs, Problem, Results, Forward, Backward](abc.ABC):
+class Implementation[Inputs: OpInputs, Results, Forward, Backward](abc.ABC):
     """One backend of one op: final, stateless, without knowledge of selection.
 
-    The first five methods read only shapes, dtypes and the device. ``Inputs``, ``Problem`` and ``Results`` are the op's
-    types, ``Forward`` and ``Backward`` the types of either direction's params.
+    ``Inputs`` and ``Results`` are the op's types, ``Forward`` and ``Backward`` the types of either direction's params.
+    All methods but ``forward`` and ``backward`` get inputs with ``ShapeDtypeStruct`` in place of arrays.
 
     Attributes:
       algorithm: distinguishes several implementations on one platform.
+      serves: the names of the options that it computes, of both directions or by direction. A call with another option
+        is declined: an option is a field of the inputs with a default, and with a value that is not that default.
       forward_params: type of the params of ``forward``.
       backward_params: type of the params of ``backward``.
       forward_mode: True if JAX can differentiate ``forward`` in forward mode.
@@ -90,6 +37,7 @@ class Implementation[Inputs, Problem, Results, Forward, Backward](abc.ABC):
 
     platform: ClassVar[Platform]
     algorithm: ClassVar[str | None] = None
+    serves: ClassVar[frozenset[str] | Mapping[Direction, frozenset[str]]] = frozenset()
     forward_params: ClassVar[type] = FwdParams
     backward_params: ClassVar[type] = BwdParams
     forward_mode: ClassVar[bool] = False
@@ -98,42 +46,53 @@ class Implementation[Inputs, Problem, Results, Forward, Backward](abc.ABC):
     keeps_lowering: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def not_supported_reasons(self, problem: Problem, device: Device, direction: Direction) -> list[str]:
-        """Every reason why this backend cannot serve the problem; empty if it can.
-
-        Each option of the op that the backend does not compute needs one: nothing else declines it.
-        """
+    def reasons(self, inputs: Inputs, device: Device, direction: Direction) -> list[str]:
+        """Every reason why this backend cannot serve a call, beside the options that ``serves`` does not name."""
 
     @abc.abstractmethod
-    def heuristic(self, problem: Problem, device: Device, direction: Direction) -> Forward | Backward:
-        """The params to use when nothing was measured; asked about supported problems only, as `candidates` is."""
+    def candidates(self, inputs: Inputs, device: Device, direction: Direction) -> Iterable[Forward | Backward]:
+        """The params worth measuring, best guess first; asked about supported calls only, as ``heuristic`` is."""
 
-    @abc.abstractmethod
-    def candidates(self, problem: Problem, device: Device, direction: Direction) -> Iterable[Forward | Backward]:
-        """The params worth measuring, best guess first."""
+    def heuristic(self, inputs: Inputs, device: Device, direction: Direction) -> Forward | Backward:
+        """The params to use when nothing was measured: by default the first candidate."""
+        return next(iter(self.candidates(inputs, device, direction)))
+
+    def not_supported_reasons(self, inputs: Inputs, device: Device, direction: Direction) -> list[str]:
+        """Every reason why this backend cannot serve a call; empty if it can."""
+        return [*self.option_reasons(inputs, direction), *self.reasons(inputs, device, direction)]
+
+    def option_reasons(self, inputs: Inputs, direction: Direction) -> list[str]:
+        """A reason for each option of a call that this backend does not compute."""
+        missing = [name for name in inputs.given() if name not in self.served(direction)]
+        return [f"does not serve {_option(name, getattr(inputs, name))}" for name in missing]
+
+    def served(self, direction: Direction) -> frozenset[str]:
+        """The names of the options that it computes in a direction."""
+        serves = self.serves
+        return serves if isinstance(serves, frozenset) else serves.get(direction, frozenset())
 
     def config_reasons(
-        self, problem: Problem, device: Device, direction: Direction, params: Forward | Backward
+        self, inputs: Inputs, device: Device, direction: Direction, params: Forward | Backward
     ) -> list[str]:
-        """Every reason why params of the right type cannot serve a supported problem; none by default."""
+        """Every reason why params of the right type cannot serve a supported call; none by default."""
         return []
 
     def repeats(self, params: Forward | Backward) -> bool:
         """True if params give the same bits in every run: by default what their ``deterministic`` says, if any."""
         return bool(getattr(params, "deterministic", True))
 
-    def deprioritized(self, problem: Problem, device: Device, direction: Direction) -> bool:
-        """True if other backends are probably faster for the problem: they are preferred without measurements."""
+    def deprioritized(self, inputs: Inputs, device: Device, direction: Direction) -> bool:
+        """True if other backends are probably faster for the call: they are preferred without measurements."""
         return False
 
     def footprints(
-        self, problem: Problem, device: Device, direction: Direction, params: Forward | Backward
+        self, inputs: Inputs, device: Device, direction: Direction, params: Forward | Backward
     ) -> Sequence[Footprint]:
         """The resources of each matmul kernel that the params launch; empty if unknown."""
         return ()
 
     def builds(
-        self, problem: Problem, device: Device, direction: Direction, params: Forward | Backward
+        self, inputs: Inputs, device: Device, direction: Direction, params: Forward | Backward
     ) -> Sequence[Build]:
         """The builds that params need to run, already made or not; none by default.
 
@@ -148,40 +107,138 @@ class Implementation[Inputs, Problem, Results, Forward, Backward](abc.ABC):
 
     @abc.abstractmethod
     def forward(self, inputs: Inputs, params: Forward) -> Results:
-        """Computes the op's results, which are also the residuals that all its backends share.
+        """Computes the results that the op declares (``Op.results``), which are the residuals of all its backends.
 
-        Shapes, dtypes and rounding are those of the op's ``Results``. On explicit mesh axes ``inputs`` is one device's
-        part.
+        On explicit mesh axes ``inputs`` is one device's part.
         """
 
     @abc.abstractmethod
     def backward(self, inputs: Inputs, results: Results, cotangents: Results, params: Backward) -> dict[str, Any]:
-        """Computes gradients by argument name, from any backend's forward results.
+        """Computes ``inputs.gradients``, by field, from any backend's forward results.
 
-        One for each floating-point array in ``inputs``, in its shape and dtype. ``cotangents`` has the structure of the
-        results, with ``None`` where nothing flows back.
+        ``cotangents`` has the structure of the results, with ``None`` where nothing flows back. Gradients of fields
+        that are not wanted may be among those returned.
         """
 
 
-class InferenceImplementation[Inputs, Problem, Results, Forward](
-    Implementation[Inputs, Problem, Results, Forward, Never], abc.ABC
+class InferenceImplementation[Inputs: OpInputs, Results, Forward](
+    Implementation[Inputs, Results, Forward, Never], abc.ABC
 ):
     """A backend of an op without gradients."""
 
     @abc.abstractmethod
-    def forward_reasons(self, problem: Problem, device: Device) -> list[str]:
-        """Every reason why this backend cannot serve the problem; empty if it can."""
+    def forward_reasons(self, inputs: Inputs, device: Device) -> list[str]:
+        """Every reason why this backend cannot serve a call, beside the options that ``serves`` does not name."""
 
-    def not_supported_reasons(self, problem: Problem, device: Device, direction: Direction) -> list[str]:
+    def reasons(self, inputs: Inputs, device: Device, direction: Direction) -> list[str]:
         if direction == "backward":
             return ["the op is for inference and has no backward pass"]
-        return self.forward_reasons(problem, device)
+        return self.forward_reasons(inputs, device)
 
     def backward(self, inputs: Inputs, results: Results, cotangents: Results, params: Never) -> dict[str, Any]:
         raise NotImplementedError("the op is for inference and has no backward pass")
+
+
+def _option(name: str, value: object) -> str:
+    """An option of a call in words: arrays by their names only."""
+    return f"{name}={value}" if value is None or isinstance(value, bool | int | float | str) else name
 
 
 def one_line(error: Exception) -> str:
     """An exception's type and message in one line."""
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyImplementation:
+    """A backend that is imported when it is first needed, once a process.
+
+    Attributes:
+      where: ``"module:Class"``.
+    """
+
+    where: str
+
+    @functools.cached_property
+    def loaded(self) -> "Loaded":
+        """The backend, or the reason why it cannot be loaded here."""
+        return _load(self.where)
+
+    @property
+    def load_error(self) -> str:
+        """The reason why it cannot be loaded; empty if it can."""
+        return self.loaded.error
+
+    def load(self) -> Implementation[Any, Any, Any, Any]:
+        """Imports the backend.
+
+        Raises:
+          ImportError, OSError: a requirement is missing.
+        """
+        module, _, name = self.where.partition(":")
+        return cast("Implementation[Any, Any, Any, Any]", getattr(importlib.import_module(module), name)())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """A backend after the attempt to import it.
+
+    Attributes:
+      name: "xla" or "cuda:cudnn"; the name of its module or folder if it cannot be loaded.
+      error: the reason why it cannot be loaded; empty if it can.
+    """
+
+    name: str
+    backend: Implementation[Any, Any, Any, Any] | None
+    error: str = ""
+
+
+@functools.cache
+def _load(where: str) -> Loaded:
+    *folders, module = where.partition(":")[0].split(".")
+    name = folders[-1] if module == "backend" else module
+    try:
+        backend = LazyImplementation(where).load()
+    except (ImportError, OSError) as error:
+        return Loaded(name, None, f"cannot be loaded: {error}")
+    # Exception: a package of an unexpected version may raise anything; the other backends still run.
+    except Exception as error:
+        return Loaded(name, None, f"cannot be loaded: {one_line(error)}")
+    return Loaded(implementation_name(backend.platform, backend.algorithm), backend)
+
+
+def lazy(where: str) -> LazyImplementation:
+    """A backend given as ``"module:Class"``."""
+    return LazyImplementation(where)
+
+
+class Backends:
+    """The backends of an op, best first; each is imported when it is first reached."""
+
+    def __init__(self, op: str, given: Sequence[LazyImplementation]) -> None:
+        self._op, self._given = op, tuple(given)
+
+    def __iter__(self) -> Iterator[Loaded]:
+        return (each.loaded for each in self._given)
+
+    @property
+    def usable(self) -> Iterator[Implementation[Any, Any, Any, Any]]:
+        """The backends that can be loaded here."""
+        return (each.backend for each in self if each.backend is not None)
+
+    def find(self, choice: Choice) -> Implementation[Any, Any, Any, Any] | None:
+        """The backend that a choice names, if it can be loaded here."""
+        found = (each for each in self.usable if (each.platform, each.algorithm) == (choice.platform, choice.algorithm))
+        return next(found, None)
+
+    def of(self, choice: Choice) -> Implementation[Any, Any, Any, Any]:
+        """The backend that a choice names.
+
+        Raises:
+          ValueError: there is none that can be loaded here.
+        """
+        found = self.find(choice)
+        if found is None:
+            raise ValueError(f"{self._op} has no implementation {choice.implementation!r} that can be loaded here")
+        return found

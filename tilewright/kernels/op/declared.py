@@ -13,7 +13,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Platform
+from tilewright.kernels.op.inputs import OpInputs
 from tilewright.kernels.op.sharding import typed_axes
 from tilewright.ops.types import Device, Direction
 
@@ -58,26 +60,23 @@ def _batched(operands: Any, dims: Any, *, types: Any, mapped: Any) -> tuple[list
 batching.primitive_batchers[declared_p] = _batched
 
 
-class Declared(Implementation[Any, Any, Any, None, None]):
+class Declared(Implementation[OpInputs, Any, None, None]):
     """Stands for the backend of a call whose config is not chosen yet; no call runs it."""
 
     platform: ClassVar[Platform] = Platform.XLA
 
-    def __init__(self, results: Callable[[Any], Any], gradients: Callable[[Any], dict[str, Any]]) -> None:
-        self._results, self._gradients = results, gradients
+    def __init__(self, results: Callable[[Any], Any]) -> None:
+        self._results = results
 
-    def forward(self, inputs: Any, params: None) -> Any:
+    def forward(self, inputs: OpInputs, params: None) -> Any:
         return declared(self._results(inputs), inputs)
 
-    def backward(self, inputs: Any, results: Any, cotangents: Any, params: None) -> dict[str, Any]:
-        found: dict[str, Any] = declared(self._gradients(inputs), (inputs, results, cotangents))
+    def backward(self, inputs: OpInputs, results: Any, cotangents: Any, params: None) -> dict[str, Any]:
+        found: dict[str, Any] = declared(inputs.gradients, (inputs, results, cotangents))
         return found
 
-    def not_supported_reasons(self, problem: object, device: Device, direction: Direction) -> list[str]:
+    def reasons(self, inputs: OpInputs, device: Device, direction: Direction) -> list[str]:
         return ["it computes nothing"]
 
-    def heuristic(self, problem: object, device: Device, direction: Direction) -> None:
-        return None
-
-    def candidates(self, problem: object, device: Device, direction: Direction) -> tuple[Never, ...]:
+    def candidates(self, inputs: OpInputs, device: Device, direction: Direction) -> tuple[Never, ...]:
         return ()

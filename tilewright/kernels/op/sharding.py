@@ -1,9 +1,7 @@
 """Runs an implementation on each device's part if the arrays' types say how they are split."""
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +13,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from tilewright.kernels.op.inputs import OpInputs
 from tilewright.ops.kernel.arrays import explicit_sharding
 
 type AxisName = str | tuple[str, ...]
@@ -168,24 +167,6 @@ def check_manual(left: AxisType) -> None:
         )
 
 
-_BESIDE_TRANSFER = contextvars.ContextVar("beside_transfer", default=False)
-
-
-@contextlib.contextmanager
-def beside_transfer(told: bool) -> Iterator[None]:
-    """Tells the calls of kernels within whether a transfer to another device is under way, which takes SMs."""
-    token = _BESIDE_TRANSFER.set(told)
-    try:
-        yield
-    finally:
-        _BESIDE_TRANSFER.reset(token)
-
-
-def is_beside_transfer() -> bool:
-    """True within `beside_transfer(True)`."""
-    return _BESIDE_TRANSFER.get()
-
-
 def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The entry of a ``PartitionSpec`` for one dimension (``None``, a name or several) as a tuple of names."""
     if axes is None:
@@ -217,7 +198,7 @@ def forward_locally[Inputs, Results](
     return vary_over(axes, results)
 
 
-def backward_locally[Inputs, Results](
+def backward_locally[Inputs: OpInputs, Results](
     backward: Callable[[Inputs, Results, Results], dict[str, Any]],
     partitioning: Partitioning | None,
     inputs: Inputs,
@@ -230,18 +211,16 @@ def backward_locally[Inputs, Results](
     if partitioning is None:
         return vary_over(axes, backward(inputs, results, cotangents))
     gradients = partitioning.gradients
+    # shard_map needs out_specs before it traces.
+    dtypes = {name: struct.dtype for name, struct in inputs.gradients.items()}
 
     def on_part(part_of_inputs: Inputs, *rest: Results) -> dict[str, Any]:
         computed = backward(partitioning.on_part(part_of_inputs), *rest)
-        parts = partitioning.on_gradients({name: part for name, part in computed.items() if part is not None})
+        parts = partitioning.on_gradients({name: computed[name] for name in dtypes})
         return {name: _summed(part, gradients[name], dtypes[name]) for name, part in parts.items()}
 
     inputs = placed(inputs, partitioning.inputs, partitioning.mesh)
     results, cotangents = (placed(each, partitioning.results, partitioning.mesh) for each in (results, cotangents))
-    # shard_map needs out_specs before it traces, and only the backend knows which gradients it returns, in which
-    # dtypes. Neither depends on the device's part.
-    shapes = _shapes(backward, inputs, results, cotangents)
-    dtypes = {name: part.dtype for name, part in shapes.items() if part is not None}
     computed = jax.shard_map(
         on_part,
         mesh=partitioning.mesh,
@@ -342,11 +321,6 @@ def placed[T](operands: T, specs: object, mesh: AbstractMesh | Mesh) -> T:
 
 def _is_spec(leaf: object) -> bool:
     return isinstance(leaf, PartitionSpec)
-
-
-def _shapes(backward: Callable[..., Any], *operands: object) -> dict[str, Any]:
-    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
-    return jax.eval_shape(backward, *structs)
 
 
 def _summed(part: jax.Array, parts: GradientParts, dtype: np.dtype) -> jax.Array:

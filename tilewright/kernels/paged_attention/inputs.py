@@ -1,11 +1,13 @@
 """The inputs of every serving backend: packed queries, a cache in pages, static options."""
 
 import dataclasses
+import functools
 import math
-from typing import Any
 
-import jax
+import numpy as np
 from jaxtyping import Array, Float, Integer, Num
+
+from tilewright.kernels.op.inputs import OpInputs, array, static
 
 FAR = 1 << 29
 """A bound beyond every position: windows, lengths and starts are clipped to it, so that sums of three fit int32."""
@@ -14,168 +16,142 @@ ELSEWHERE = -(1 << 31)
 """A page number in the table of one of several devices: the page is another's, so that its absence is no fault."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PagedOptions:
-    """The options of a call that are static values, not arrays.
+class PagedInputs(OpInputs):
+    """A call after ``prepare``; shapes and dtypes hold without further checks, the arrays' values are not checked.
+
+    The layout of a call follows from which of the arrays of role "call" it has, and backends say which they take.
 
     Attributes:
+      value: ``None`` if the first ``latent_dim`` elements of a key are the value.
+      page_table: ``None`` if sequence ``s`` has page ``s`` alone.
+      kv_lengths: tokens of each sequence, the query's included, which are the last.
+      kv_starts: the first visible positions.
+      cum_q_lens: where the sequences' tokens begin and end; ``None`` if all have ``q_length``.
+      new_key, new_value: what is written to the pages first (``Op.completed``); a backend gets neither.
       left, right: keys visible before and after the query's position, ``None`` for all; causality is part of ``right``.
       q_length: query tokens of every sequence, if all have the same number; ``None`` if ``cum_q_lens`` has them.
       latent_dim: number of leading elements of a key that are the value, if keys and values are one array.
-    """
-
-    softmax_scale: float
-    left: int | None = None
-    right: int | None = 0
-    logits_soft_cap: float | None = None
-    q_length: int | None = 1
-    latent_dim: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class PagedInputs:
-    """A call after ``prepare``; shapes and dtypes are checked, the arrays' values are not.
-
-    Without ``page_table`` sequence ``s`` has page ``s`` alone. Without ``value`` the keys contain the values
-    (``options.latent_dim``). ``kv_starts`` are the first visible positions.
+      kv_dtype: the dtype in which pages are stored; in the oracle their arrays may have a wider one.
+      leading: the leading shape of the caller's query, which the results have too.
+      return_lse: the caller reads the log-sum-exp.
+      written: ``new_key`` and ``new_value`` are in the pages.
     """
 
     query: Float[Array, "tokens heads head_dim"]
     key: Num[Array, "num_pages page_size kv_heads head_dim"]
-    value: Num[Array, "num_pages page_size kv_heads value_dim"] | None
-    page_table: Integer[Array, "sequences pages_per_sequence"] | None
+    _: dataclasses.KW_ONLY
+    value: Num[Array, "num_pages page_size kv_heads value_dim"] | None = array(default=None, role="call")
+    page_table: Integer[Array, "sequences pages_per_sequence"] | None = array(default=None, role="call")
     kv_lengths: Integer[Array, " sequences"]
-    kv_starts: Integer[Array, " sequences"] | None
-    cum_q_lens: Integer[Array, " sequences+1"] | None
-    key_scale: Float[Array, "#num_pages #page_size #kv_heads"] | None
-    value_scale: Float[Array, "#num_pages #page_size #kv_heads"] | None
-    alibi_slopes: Float[Array, " heads"] | None
-    softmax_aux: Float[Array, "heads sinks"] | None
-    options: PagedOptions
+    kv_starts: Integer[Array, " sequences"] | None = None
+    cum_q_lens: Integer[Array, " sequences+1"] | None = array(default=None, role="call")
+    key_scale: Float[Array, "#num_pages #page_size #kv_heads"] | None = None
+    value_scale: Float[Array, "#num_pages #page_size #kv_heads"] | None = None
+    alibi_slopes: Float[Array, " heads"] | None = None
+    softmax_aux: Float[Array, "heads sinks"] | None = None
+    new_key: Float[Array, "tokens kv_heads head_dim"] | None = array(default=None, role="call")
+    new_value: Float[Array, "tokens kv_heads value_dim"] | None = array(default=None, role="call")
+    softmax_scale: float = static()
+    left: int | None = static(default=None)
+    right: int | None = static(default=0)
+    logits_soft_cap: float | None = static(default=None)
+    q_length: int | None = static(default=1)
+    latent_dim: int | None = static(default=None)
+    kv_dtype: str = static(role="call")
+    leading: tuple[int, ...] = static(role="call")
+    return_lse: bool = static(default=False, role="call")
+    written: bool = static(default=False, role="stage")
 
-    @property
-    def sequences(self) -> int:
-        return self.kv_lengths.shape[0]
+    @functools.cached_property
+    def tokens(self) -> int:
+        return self.query.shape[0]
 
-    @property
+    @functools.cached_property
+    def heads(self) -> int:
+        return self.query.shape[1]
+
+    @functools.cached_property
+    def head_dim(self) -> int:
+        return self.query.shape[2]
+
+    @functools.cached_property
+    def dtype(self) -> np.dtype:
+        """The dtype of the query and of the output."""
+        return np.dtype(self.query.dtype)
+
+    @functools.cached_property
+    def num_pages(self) -> int:
+        return self.key.shape[0]
+
+    @functools.cached_property
     def page_size(self) -> int:
         return self.key.shape[1]
 
-    @property
-    def capacity(self) -> int:
-        """The capacity of a sequence in tokens."""
-        return self.page_size * (1 if self.page_table is None else self.page_table.shape[1])
+    @functools.cached_property
+    def kv_heads(self) -> int:
+        return self.key.shape[2]
 
-    @property
-    def groups(self) -> int:
-        """Query heads per key head."""
-        return self.query.shape[1] // self.key.shape[2]
-
-    @property
+    @functools.cached_property
     def value_dim(self) -> int:
         if self.value is not None:
             return self.value.shape[3]
-        return self.key.shape[3] if self.options.latent_dim is None else self.options.latent_dim
+        return self.key.shape[3] if self.latent_dim is None else self.latent_dim
 
-    @property
-    def is_empty(self) -> bool:
-        """True if there is no query, or no key whatever the arrays hold."""
-        return 0 in (*self.query.shape, *self.key.shape, self.sequences, self.capacity, self.value_dim)
+    @functools.cached_property
+    def sequences(self) -> int:
+        return self.kv_lengths.shape[0]
 
+    @functools.cached_property
+    def columns(self) -> int:
+        """Pages per sequence."""
+        return 1 if self.page_table is None else self.page_table.shape[1]
 
-jax.tree_util.register_dataclass(
-    PagedInputs,
-    data_fields=[
-        "query", "key", "value", "page_table", "kv_lengths", "kv_starts", "cum_q_lens", "key_scale", "value_scale",
-        "alibi_slopes", "softmax_aux",
-    ],
-    meta_fields=["options"],
-)  # fmt: skip
+    @functools.cached_property
+    def capacity(self) -> int:
+        """The capacity of a sequence in tokens."""
+        return self.page_size * self.columns
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PagedProblem:
-    """The sizes of one call, for support reasons and params.
-
-    Attributes:
-      paged: True if there is a page table.
-      kv_bytes: bytes of one token's keys, values and scales, of all heads.
-      packed: True if sequences have different numbers of query tokens.
-    """
-
-    tokens: int
-    sequences: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    num_pages: int
-    page_size: int
-    capacity: int
-    paged: bool
-    packed: bool
-    starts: bool
-    dtype: Any
-    kv_dtype: Any
-    kv_bytes: int
-    scale_shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
-    alibi: bool
-    sinks: int
-    options: PagedOptions
-
-    @property
-    def scales_constant_per_head(self) -> bool:
-        """True if there are no scales, or all tokens of a head share one."""
-        return all(shape is None or shape[:2] == (1, 1) for shape in self.scale_shapes)
-
-    @classmethod
-    def of(cls, inputs: PagedInputs) -> "PagedProblem":
-        """The problem of ``inputs``, whose leaves may be arrays, tracers or ``ShapeDtypeStruct``."""
-        tokens, heads, head_dim = inputs.query.shape
-        num_pages, page_size, kv_heads, _ = inputs.key.shape
-        stored = head_dim + (0 if inputs.value is None else inputs.value_dim)
-        scales = (inputs.key_scale, inputs.value_scale)
-        # Scales of pages, heads or whole arrays are few beside the tokens.
-        scale_bytes = sum(4 * math.prod(s.shape[2:]) for s in scales if s is not None and s.shape[1] > 1)
-        return cls(
-            tokens=tokens,
-            sequences=inputs.sequences,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            value_dim=inputs.value_dim,
-            num_pages=num_pages,
-            page_size=page_size,
-            capacity=inputs.capacity,
-            paged=inputs.page_table is not None,
-            packed=inputs.cum_q_lens is not None,
-            starts=inputs.kv_starts is not None,
-            dtype=inputs.query.dtype,
-            kv_dtype=inputs.key.dtype,
-            kv_bytes=kv_heads * stored * inputs.key.dtype.itemsize + scale_bytes,
-            scale_shapes=(_shape(inputs.key_scale), _shape(inputs.value_scale)),
-            alibi=inputs.alibi_slopes is not None,
-            sinks=0 if inputs.softmax_aux is None else inputs.softmax_aux.shape[1],
-            options=inputs.options,
-        )
-
-    @property
+    @functools.cached_property
     def groups(self) -> int:
         """Query heads per key head."""
         return self.heads // self.kv_heads
 
-    @property
+    @functools.cached_property
+    def sinks(self) -> int:
+        """The number of extra logits per head."""
+        return 0 if self.softmax_aux is None else self.softmax_aux.shape[1]
+
+    @functools.cached_property
     def longest_q(self) -> int:
         """The maximum number of query tokens of a sequence."""
-        return self.tokens if self.options.q_length is None else self.options.q_length
+        return self.tokens if self.q_length is None else self.q_length
 
-    @property
+    @functools.cached_property
     def visible(self) -> int:
         """The maximum number of keys that a query can see."""
-        left, right = self.options.left, self.options.right
-        window = self.capacity if left is None or right is None else left + 1 + right
+        window = self.capacity if self.left is None or self.right is None else self.left + 1 + self.right
         return min(self.capacity, window)
 
+    @functools.cached_property
+    def kv_bytes(self) -> int:
+        """Bytes of one token's keys, values and scales, of all heads."""
+        stored = self.head_dim + (0 if self.value is None else self.value_dim)
+        scales = (self.key_scale, self.value_scale)
+        # Scales of pages, heads or whole arrays are few beside the tokens.
+        scale_bytes = sum(4 * math.prod(s.shape[2:]) for s in scales if s is not None and s.shape[1] > 1)
+        return self.kv_heads * stored * self.key.dtype.itemsize + scale_bytes
 
-def _shape(array: Any) -> tuple[int, ...] | None:
-    return None if array is None else tuple(array.shape)
+    @functools.cached_property
+    def scales_constant_per_head(self) -> bool:
+        """True if there are no scales, or all tokens of a head share one."""
+        return all(scale is None or scale.shape[:2] == (1, 1) for scale in (self.key_scale, self.value_scale))
+
+    @functools.cached_property
+    def writes(self) -> bool:
+        """True if new tokens are written, so that the new pages are among the outputs."""
+        return self.written or self.new_key is not None
+
+    @functools.cached_property
+    def is_empty(self) -> bool:
+        """True if there is no query, or no key whatever the arrays hold."""
+        return 0 in (*self.query.shape, *self.key.shape, self.sequences, self.capacity, self.value_dim)

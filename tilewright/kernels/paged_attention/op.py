@@ -1,7 +1,8 @@
-"""The base class of all attention ops over a cache: from prepared arguments to the core's problem and back."""
+"""The base class of all attention ops over a cache: from a checked call to the core's inputs and back."""
 
 import abc
 import math
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -11,24 +12,24 @@ from jax.typing import ArrayLike
 
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op.arguments import flag, platforms, reshape, scaled, sinks_array, soft_cap, to_32_bit
-from tilewright.kernels.op.portfolio import Choice, InferenceKernel, LazyImplementation, lazy
+from tilewright.kernels.op.backend import LazyImplementation, lazy
+from tilewright.kernels.op.choice import Choice
+from tilewright.kernels.op.portfolio import InferenceKernel
 from tilewright.kernels.op.public import with_defaults
 from tilewright.kernels.op.roofline import Cost
 from tilewright.kernels.op.sharding import Partitioning
 from tilewright.kernels.paged_attention import arguments, sampling
 from tilewright.kernels.paged_attention.debugging import report
-from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedOptions, PagedProblem
+from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.options import ServingOptions
 from tilewright.kernels.paged_attention.partitioning import paged_partitioning
 from tilewright.kernels.paged_attention.reference import paged_reference, write_reference
 from tilewright.kernels.paged_attention.results import Results
-from tilewright.kernels.paged_attention.writing import WriteInputs, applied, write_pages
+from tilewright.kernels.paged_attention.writing import Cache, WriteInputs, write_pages
 from tilewright.ops.kernel.kernel import Invocation
 
-type Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-
-class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], abc.ABC):
+class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
     """An op that defines only ``prepare``, which ends in ``canonical`` or ``canonical_blocks``, and ``cases``.
 
     What ``prepare`` computes becomes part of the caller's program as it stands: it must work on ``ShapeDtypeStruct``
@@ -69,8 +70,8 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
         causal: Any = True,
         latent_dim: int | None = None,
         **options: Unpack[ServingOptions],
-    ) -> Call:
-        """The prepared call: arrays in the core's order with checked ranks, and static options.
+    ) -> PagedInputs:
+        """The call as backends take it: arrays of checked ranks, and static options.
 
         Args:
           query: any leading shape, which the results have too; its tokens are those of one sequence after the other.
@@ -105,34 +106,31 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
             writes=new is not None,
         )
         sinks = given["softmax_aux"]
-        args = (
+        return PagedInputs(
             packed,
             key,
-            value,
-            page_table,
-            kv_lengths,
-            kv_starts,
-            cum_q_lens,
-            arguments.scale_array("key_scale", given["key_scale"], key),
-            arguments.scale_array("value_scale", given["value_scale"], value),
-            to_32_bit(arguments.slopes_array(given["alibi_slopes"], heads), query.dtype),
-            to_32_bit(None if sinks is None else sinks_array(sinks, heads), query.dtype),
-            new_key,
-            new_value,
+            value=value,
+            page_table=page_table,
+            kv_lengths=kv_lengths,
+            kv_starts=kv_starts,
+            cum_q_lens=cum_q_lens,
+            key_scale=arguments.scale_array("key_scale", given["key_scale"], key),
+            value_scale=arguments.scale_array("value_scale", given["value_scale"], value),
+            alibi_slopes=to_32_bit(arguments.slopes_array(given["alibi_slopes"], heads), query.dtype),
+            softmax_aux=to_32_bit(None if sinks is None else sinks_array(sinks, heads), query.dtype),
+            new_key=new_key,
+            new_value=new_value,
+            softmax_scale=scale,
+            left=left,
+            right=right,
+            logits_soft_cap=soft_cap(given["logits_soft_cap"]),
+            q_length=q_length,
+            latent_dim=latent_dim,
+            kv_dtype=key.dtype.name,
+            leading=tuple(leading),
+            return_lse=flag("return_lse", given["return_lse"]),
+            platform=platforms(given["platform"]),
         )
-        return args, {
-            "softmax_scale": scale,
-            "left": left,
-            "right": right,
-            "logits_soft_cap": soft_cap(given["logits_soft_cap"]),
-            "q_length": q_length,
-            "latent_dim": latent_dim,
-            "kv_dtype": key.dtype.name,
-            "leading": tuple(leading),
-            "return_lse": flag("return_lse", given["return_lse"]),
-            "writes": new is not None,
-            "platform": platforms(given["platform"]),
-        }
 
     def canonical_blocks(
         self,
@@ -143,7 +141,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
         lengths: tuple[str, ArrayLike],
         boundaries: tuple[str, ArrayLike],
         **others: Any,
-    ) -> Call:
+    ) -> PagedInputs:
         """``canonical`` of packed queries over blocks, which are pages by vLLM's argument names.
 
         Args:
@@ -166,47 +164,9 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
             **others,
         )
 
-    def inputs(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array | None,
-        page_table: jax.Array,
-        kv_lengths: jax.Array,
-        kv_starts: jax.Array,
-        cum_q_lens: jax.Array | None,
-        key_scale: jax.Array | None,
-        value_scale: jax.Array | None,
-        alibi_slopes: jax.Array | None,
-        softmax_aux: jax.Array | None,
-        new_key: jax.Array | None,
-        new_value: jax.Array | None,
-        *,
-        write: Any = write_pages,
-        kv_dtype: str,
-        softmax_scale: float,
-        left: int | None,
-        right: int | None,
-        logits_soft_cap: float | None,
-        q_length: int | None,
-        latent_dim: int | None,
-        **_: Any,
-    ) -> PagedInputs:
-        """The prepared arguments in the form that backends take, with any new tokens written to the cache."""
-        # Before attention, as new tokens are among the keys that queries see.
-        if new_key is not None:
-            arrays = WriteInputs(
-                key, value, key_scale, value_scale, new_key, new_value, page_table, kv_lengths, cum_q_lens, kv_dtype
-            )
-            key, value, key_scale, value_scale = applied(write, arrays)
-        return PagedInputs(
-            query, key, value, page_table, kv_lengths, kv_starts, cum_q_lens, key_scale, value_scale, alibi_slopes,
-            softmax_aux, PagedOptions(softmax_scale, left, right, logits_soft_cap, q_length, latent_dim),
-        )  # fmt: skip
-
-    def problem(self, *args: Any, **kwargs: Any) -> PagedProblem:
-        """The sizes of prepared arguments, abstract or concrete."""
-        return PagedProblem.of(self.inputs(*args, **kwargs))
+    def completed(self, inputs: PagedInputs) -> PagedInputs:
+        """The inputs with any new tokens in the cache."""
+        return _written(inputs, write_pages)
 
     def results(self, inputs: PagedInputs) -> Any:
         """``(out, lse)``: the output in the query's dtype, the log-sum-exp in that of sums."""
@@ -216,33 +176,24 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
             jax.ShapeDtypeStruct(rows, accumulation_dtype(dtype)),
         )
 
-    def outputs(
-        self,
-        inputs: PagedInputs,
-        results: Results,
-        *_: Any,
-        leading: tuple[int, ...],
-        return_lse: bool,
-        writes: bool,
-        **kwargs: Any,
-    ) -> Any:
+    def outputs(self, inputs: PagedInputs, results: Results) -> Any:
         """The caller's results: the output, the log-sum-exp if requested, the cache if it was written to."""
-        out, lse = (result.reshape(*leading, *result.shape[1:]) for result in results)
-        found: tuple[Any, ...] = (out, lse) if return_lse else (out,)
-        if writes:
+        out, lse = (result.reshape(*inputs.leading, *result.shape[1:]) for result in results)
+        found: tuple[Any, ...] = (out, lse) if inputs.return_lse else (out,)
+        if inputs.writes:
             cache = (inputs.key, inputs.value, inputs.key_scale, inputs.value_scale)
             found += tuple(array for array in cache if array is not None)
         return found if len(found) > 1 else out
 
-    def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """The oracle on prepared arguments, computed in the query's dtype: promote narrow arrays for exact results."""
-        inputs = self.inputs(*args, write=write_reference, **kwargs)
+    def reference(self, inputs: PagedInputs) -> Any:
+        """The oracle, computed in the query's dtype: promote narrow arrays for exact results."""
+        inputs = _written(inputs, write_reference)
         out, lse = paged_reference(inputs, inputs.query.dtype)
-        return self.outputs(inputs, (out, lse.astype(jnp.promote_types(lse.dtype, jnp.float32))), **kwargs)
+        return self.outputs(inputs, (out, lse.astype(jnp.promote_types(lse.dtype, jnp.float32))))
 
-    def sample_inputs(self, invocation: Invocation[Any, Any], key: jax.Array) -> Call:
+    def sampled(self, inputs: PagedInputs, key: jax.Array) -> PagedInputs:
         """Normal arrays, tables of distinct pages if there are enough, lengths of at least half."""
-        return sampling.sampled(invocation.abstract_args, key), dict(invocation.abstract_kwargs)
+        return sampling.sampled(inputs, key)
 
     def partitioning(self, inputs: PagedInputs) -> Partitioning | None:
         """Splits by heads and by sequences, as in the types of query and cache."""
@@ -250,19 +201,49 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, PagedProblem, Results], 
 
     def tolerance_factor(self, invocation: Invocation[Any, Any]) -> float:
         """The tolerance factor, which is larger with a soft cap, since that flattens the logits."""
-        return 3.0 if invocation.abstract_kwargs["logits_soft_cap"] else 2.0
+        return 3.0 if self.inputs_of(invocation).logits_soft_cap else 2.0
 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """The cost if sequences fill their tables: every visible key read once, every query and output moved once."""
-        problem = self.problem_of(inv)
+        inputs = self.inputs_of(inv)
         # The windows of several queries cover more keys than that of one.
-        per_sequence = problem.capacity if problem.longest_q > 1 else problem.visible
-        scores = problem.tokens * problem.heads * problem.visible
-        rows = problem.tokens * problem.heads * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
-        flops = 2.0 * scores * (problem.head_dim + problem.value_dim)
-        return Cost(flops, float(problem.sequences * per_sequence * problem.kv_bytes + rows))
+        per_sequence = inputs.capacity if inputs.longest_q > 1 else inputs.visible
+        scores = inputs.tokens * inputs.heads * inputs.visible
+        rows = inputs.tokens * inputs.heads * (inputs.head_dim + inputs.value_dim) * inputs.dtype.itemsize
+        flops = 2.0 * scores * (inputs.head_dim + inputs.value_dim)
+        return Cost(flops, float(inputs.sequences * per_sequence * inputs.kv_bytes + rows))
 
     def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """The cost if all lengths are zero: writing the output."""
-        problem = self.problem_of(inv)
-        return Cost(0.0, float(problem.tokens * problem.heads * problem.value_dim * problem.dtype.itemsize))
+        inputs = self.inputs_of(inv)
+        return Cost(0.0, float(inputs.tokens * inputs.heads * inputs.value_dim * inputs.dtype.itemsize))
+
+
+def _written(inputs: PagedInputs, write: Callable[[WriteInputs], Cache]) -> PagedInputs:
+    """The inputs with any new tokens in the cache, before attention, as they are among the keys that queries see."""
+    if inputs.new_key is None:
+        return inputs
+    assert inputs.page_table is not None
+    key, value, key_scale, value_scale = write(
+        WriteInputs(
+            inputs.key,
+            value_pages=inputs.value,
+            key_scale=inputs.key_scale,
+            value_scale=inputs.value_scale,
+            key=inputs.new_key,
+            value=inputs.new_value,
+            page_table=inputs.page_table,
+            kv_lengths=inputs.kv_lengths,
+            cum_q_lens=inputs.cum_q_lens,
+            kv_dtype=inputs.kv_dtype,
+        )
+    )
+    return inputs.replace(
+        key=key,
+        value=value,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        new_key=None,
+        new_value=None,
+        written=True,
+    )

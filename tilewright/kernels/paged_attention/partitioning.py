@@ -34,14 +34,10 @@ def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
         # Scales may broadcast over pages, rows or heads: a dimension of 1 is whole on every device.
         return P(*(each if size > 1 else None for each, size in zip(axes, array.shape, strict=False)))
 
-    # Any: PagedInputs is also the pytree that holds a spec in place of each of its arrays.
-    rows: Any = P(sequences, heads)
-    by_head: Any = P(heads)
-    by_sequence: Any = P(sequences)
-    replicated: Any = P()
+    rows, by_head, by_sequence, replicated = P(sequences, heads), P(heads), P(sequences), P()
     return Partitioning(
         mesh=mesh,
-        inputs=PagedInputs(
+        inputs=inputs.replace(
             query=rows,
             key=cache(inputs.key),
             value=cache(inputs.value),
@@ -53,7 +49,6 @@ def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
             value_scale=cache(inputs.value_scale),
             alibi_slopes=None if inputs.alibi_slopes is None else by_head,
             softmax_aux=None if inputs.softmax_aux is None else by_head,
-            options=inputs.options,
         ),
         results=(rows, rows),
         gradients={},

@@ -35,7 +35,6 @@ def paged_reference(inputs: PagedInputs, compute_dtype: DTypeLike | None = None)
 
 def token_reference(inputs: PagedInputs, dtype: DTypeLike, token: jax.Array) -> tuple[Any, Any]:
     """The results of one token, computed in ``dtype``: ``[heads, value_dim]`` and ``[heads]``."""
-    options = inputs.options
     sequence, index, count, owned = _owner(inputs, token)
     key, exists = _dense(inputs, inputs.key, inputs.key_scale, sequence, dtype)
     if inputs.value is None:
@@ -47,20 +46,20 @@ def token_reference(inputs: PagedInputs, dtype: DTypeLike, token: jax.Array) -> 
     visible = exists & (position < length) & owned
     if inputs.kv_starts is not None:
         visible &= position >= inputs.kv_starts[sequence]
-    if options.left is not None:
-        visible &= position >= query_position - options.left
-    if options.right is not None:
-        visible &= position <= query_position + options.right
+    if inputs.left is not None:
+        visible &= position >= query_position - inputs.left
+    if inputs.right is not None:
+        visible &= position <= query_position + inputs.right
 
     groups = inputs.groups
     query = inputs.query[token].astype(dtype)
     scores = jnp.stack([key[:, head // groups] @ query[head] for head in range(query.shape[0])])
-    scores = scores * jnp.asarray(options.softmax_scale, dtype)
+    scores = scores * jnp.asarray(inputs.softmax_scale, dtype)
     if inputs.alibi_slopes is not None:
         distance = (position - query_position).astype(jnp.float32)
         scores = scores + (inputs.alibi_slopes.astype(jnp.float32)[:, None] * distance).astype(dtype)
-    if options.logits_soft_cap is not None:
-        scores = options.logits_soft_cap * jnp.tanh(scores / options.logits_soft_cap)
+    if inputs.logits_soft_cap is not None:
+        scores = inputs.logits_soft_cap * jnp.tanh(scores / inputs.logits_soft_cap)
     scores = jnp.where(visible, scores, -jnp.inf)
     with_sinks = scores
     if inputs.softmax_aux is not None:
@@ -77,8 +76,8 @@ def token_reference(inputs: PagedInputs, dtype: DTypeLike, token: jax.Array) -> 
 
 def _owner(inputs: PagedInputs, token: jax.Array) -> tuple[Any, Any, Any, Any]:
     """A token's sequence, its index among that sequence's new tokens, their number, and True if it has a sequence."""
-    if inputs.options.q_length is not None:
-        count = inputs.options.q_length
+    if inputs.q_length is not None:
+        count = inputs.q_length
         return token // count, token % count, count, True
     return _sequence_of(inputs.cum_q_lens, token, inputs.query.shape[0])
 
@@ -116,7 +115,7 @@ def _dense(
 
 def write_reference(inputs: WriteInputs) -> Cache:
     """The cache after writing one token after the other."""
-    cache = (inputs.key_pages, inputs.value_pages, inputs.key_scale, inputs.value_scale)
+    cache = inputs.cache
     tokens, columns = inputs.key.shape[0], inputs.page_table.shape[1]
     num_pages, page_size = inputs.key_pages.shape[:2]
     if 0 in (tokens, columns, num_pages, page_size, inputs.page_table.shape[0]):

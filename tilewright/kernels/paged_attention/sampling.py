@@ -6,34 +6,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.kernels.paged_attention.inputs import PagedInputs
+
 SMALL_SCALE = 1.0 / 64.0
 """Scale of int8 elements, with which they are about as large as normal numbers."""
 
 
-def sampled(args: tuple[Any, ...], key: jax.Array) -> tuple[Any, ...]:
-    """Concrete arrays for the prepared arguments of an attention op, whether or not JAX is tracing."""
+def sampled(inputs: PagedInputs, key: jax.Array) -> PagedInputs:
+    """Concrete arrays for the inputs of an attention op, whether or not JAX is tracing."""
     draw = Draw(key)
-    query, keys, value, table, lengths, starts, cum, key_scale, value_scale, slopes, sinks, new_key, new_value = args
-    page_size, tokens = keys.shape[1], query.shape[0]
-    capacity = page_size * (1 if table is None else table.shape[1])
-    sequences = lengths.shape[0]
-    counts = draw.counts(tokens, sequences)
-    ends = np.maximum(draw.lengths(capacity, sequences), np.minimum(counts, capacity))
+    counts = draw.counts(inputs.tokens, inputs.sequences)
+    ends = np.maximum(draw.lengths(inputs.capacity, inputs.sequences), np.minimum(counts, inputs.capacity))
     with jax.ensure_compile_time_eval():
-        return (
-            draw.floats(query),
-            draw.cache(keys),
-            draw.cache(value),
-            draw.table(table, keys.shape[0]),
-            jnp.asarray(ends, jnp.int32),
-            None if starts is None else jnp.asarray(ends // 4, jnp.int32),
-            None if cum is None else jnp.asarray(np.append(0, np.cumsum(counts)), jnp.int32),
-            draw.scale(key_scale, keys),
-            draw.scale(value_scale, value),
-            draw.slopes(slopes),
-            draw.floats(sinks),
-            draw.floats(new_key),
-            draw.floats(new_value),
+        return inputs.replace(
+            query=draw.floats(inputs.query),
+            key=draw.cache(inputs.key),
+            value=draw.cache(inputs.value),
+            page_table=draw.table(inputs.page_table, inputs.num_pages),
+            kv_lengths=jnp.asarray(ends, jnp.int32),
+            kv_starts=None if inputs.kv_starts is None else jnp.asarray(ends // 4, jnp.int32),
+            cum_q_lens=None if inputs.cum_q_lens is None else jnp.asarray(np.append(0, np.cumsum(counts)), jnp.int32),
+            key_scale=draw.scale(inputs.key_scale, inputs.key),
+            value_scale=draw.scale(inputs.value_scale, inputs.value),
+            alibi_slopes=draw.slopes(inputs.alibi_slopes),
+            softmax_aux=draw.floats(inputs.softmax_aux),
+            new_key=draw.floats(inputs.new_key),
+            new_value=draw.floats(inputs.new_value),
         )
 
 

@@ -1,58 +1,49 @@
 """Writes new keys and values into pages, quantising them if there are scales."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Integer, Num
 
+from tilewright.kernels.op.inputs import OpInputs, array, static
 from tilewright.kernels.op.sharding import explicit_mesh, typed_axes
 from tilewright.kernels.paged_attention.token_layout import bounded, packed_tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class WriteInputs:
-    """Pages and the tokens to write into them; values and scales may be absent.
-
-    Attributes:
-      key, value: ``[tokens, kv_heads, head_dim]``, packed.
-      cum_q_lens: ``None`` if every sequence has one token.
-      kv_dtype: the dtype in which pages are stored; in the oracle their arrays may have a wider one.
-    """
-
-    key_pages: Any
-    value_pages: Any
-    key_scale: Any
-    value_scale: Any
-    key: Any
-    value: Any
-    page_table: Any
-    kv_lengths: Any
-    cum_q_lens: Any
-    kv_dtype: str
-
-
-jax.tree_util.register_dataclass(
-    WriteInputs,
-    data_fields=[
-        "key_pages", "value_pages", "key_scale", "value_scale", "key", "value", "page_table", "kv_lengths",
-        "cum_q_lens",
-    ],
-    meta_fields=["kv_dtype"],
-)  # fmt: skip
 
 type Cache = tuple[Any, Any, Any, Any]
 """Pages of keys and of values, and the scales of both."""
 
 
-def applied(write: Callable[[WriteInputs], Cache], inputs: WriteInputs) -> Cache:
-    """Runs ``write(inputs)``, evaluated abstractly if an array is a ``ShapeDtypeStruct``."""
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(inputs)):
-        return jax.eval_shape(write, inputs)
-    return write(inputs)
+class WriteInputs(OpInputs):
+    """Pages and the tokens to write into them; values and scales may be absent.
+
+    Attributes:
+      key, value: packed.
+      cum_q_lens: ``None`` if every sequence has one token.
+      kv_dtype: the dtype in which pages are stored; in the oracle their arrays may have a wider one.
+      headless: the caller's pages and tokens have no axis of heads; here it has size 1.
+    """
+
+    key_pages: Num[Array, "num_pages page_size kv_heads head_dim"]
+    _: dataclasses.KW_ONLY
+    value_pages: Num[Array, "num_pages page_size kv_heads value_dim"] | None = array(default=None, role="call")
+    key_scale: Float[Array, "#num_pages #page_size #kv_heads"] | None = None
+    value_scale: Float[Array, "#num_pages #page_size #kv_heads"] | None = None
+    key: Float[Array, "tokens kv_heads head_dim"]
+    value: Float[Array, "tokens kv_heads value_dim"] | None = array(default=None, role="call")
+    page_table: Integer[Array, "sequences pages_per_sequence"]
+    kv_lengths: Integer[Array, " sequences"]
+    cum_q_lens: Integer[Array, " sequences+1"] | None = array(default=None, role="call")
+    kv_dtype: str = static(role="call")
+    headless: bool = static(default=False, role="call")
+
+    @property
+    def cache(self) -> Cache:
+        """The arrays that are written to."""
+        return self.key_pages, self.value_pages, self.key_scale, self.value_scale
 
 
 def scaled_by_token(scale: jax.Array | None, pages: jax.Array) -> bool:
@@ -68,7 +59,7 @@ def max_finite(dtype: str) -> float:
 def write_pages(inputs: WriteInputs) -> Cache:
     """The cache with the new tokens; tokens without a page are dropped, and the last token for a row wins."""
     if 0 in inputs.key.shape or 0 in inputs.key_pages.shape or 0 in inputs.page_table.shape:
-        return inputs.key_pages, inputs.value_pages, inputs.key_scale, inputs.value_scale
+        return inputs.cache
     inputs = _split_like_pages(inputs)
     page, row = _page_rows(inputs)
     key_pages, key_scale = _written(inputs.key_pages, inputs.key_scale, inputs.key, page, row, inputs.kv_dtype)
@@ -101,11 +92,10 @@ def _split_like_pages(inputs: WriteInputs) -> WriteInputs:
     spec = typed_axes(inputs.key_pages)
     by_head, replicated = P(None, spec[2]), P()
 
-    def placed(array: jax.Array, wanted: P) -> Any:
-        return None if array is None else jax.reshard(array, NamedSharding(mesh, wanted))
+    def placed(x: jax.Array | None, wanted: P) -> Any:
+        return None if x is None else jax.reshard(x, NamedSharding(mesh, wanted))
 
-    return dataclasses.replace(
-        inputs,
+    return inputs.replace(
         key=placed(inputs.key, by_head),
         value=placed(inputs.value, by_head),
         page_table=placed(inputs.page_table, replicated),
@@ -133,7 +123,7 @@ def _page_rows(inputs: WriteInputs) -> tuple[Any, Any]:
 
 
 def _written(
-    pages: jax.Array, scale: jax.Array | None, new: jax.Array, page: jax.Array, row: jax.Array, dtype: str
+    pages: Any, scale: jax.Array | None, new: jax.Array, page: jax.Array, row: jax.Array, dtype: str
 ) -> tuple[Any, Any]:
     if scale is not None:
         if scaled_by_token(scale, pages):

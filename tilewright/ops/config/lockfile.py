@@ -278,7 +278,7 @@ class ActiveLock:
     def _answer(self, inv: Invocation[Any, Any], source: str) -> tuple[Any, str]:
         if inv.device_fingerprint != self.lock.device:
             return None, "" if _has_device(self.lock.device) else self._other_device(inv)
-        decision = self.lock.get(inv.key)
+        decision = next(filter(None, map(self.lock.get, (inv.key, *inv.former_keys))), None)
         if decision is None:
             return None, _LACKS
         if decision.source != source:

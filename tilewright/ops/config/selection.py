@@ -281,11 +281,18 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
 
     def _disk(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
         # Computing the source hash loads all backends, so look for a file first.
-        if self.persistent is None or not self.persistent.has_file(inv.key):
+        if self.persistent is None or (key := self._disk_key(inv)) is None:
             return None
         expected = type(inv.kernel.heuristic_cfg(inv))
-        found = self.persistent.get(inv.key, expected_type=expected, source=inv.kernel.source())
+        found = self.persistent.get(key, expected_type=expected, source=inv.kernel.source())
         return None if found is None else inv.kernel.adapted_config(inv, found)
+
+    def _disk_key(self, inv: Invocation[Any, Any]) -> str | None:
+        """The key of the file for a call, which an earlier version may have written; ``None`` if there is none."""
+        persistent = self.persistent
+        if persistent is None:
+            return None
+        return next((key for key in (inv.key, *inv.former_keys) if persistent.has_file(key)), None)
 
     def _shipped_table(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
         entry = self.shipped(inv)
@@ -294,7 +301,8 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
 
     def shipped(self, inv: Invocation[Any, Any]) -> TunedCall | None:
         """The shipped tables' entry for the call."""
-        return self._table(inv.device_fingerprint).get(inv.key)
+        table = self._table(inv.device_fingerprint)
+        return next((table[key] for key in (inv.key, *inv.former_keys) if key in table), None) if table else None
 
     def _table(self, device: str) -> dict[str, TunedCall]:
         if device not in self._shipped:
@@ -381,7 +389,7 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         config = self._disk(inv, Overrides())
         if config is None or not _fits(inv, config, "disk"):
             return None
-        entry = self.persistent.entry(inv.key)
+        entry = self.persistent.entry(self._disk_key(inv) or inv.key)
         if entry is None or not entry.metadata.get("complete") or not entry.measurements:
             return None
         try:
@@ -398,13 +406,15 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         stale = None
         if self.persistent is not None:
             expected = type(inv.kernel.heuristic_cfg(inv))
-            stale = self.persistent.stale_config(inv.key, expected_type=expected, source=inv.kernel.source())
+            stale = self.persistent.stale_config(
+                self._disk_key(inv) or inv.key, expected_type=expected, source=inv.kernel.source()
+            )
         nearest = self._nearest(inv) if stale is None else None
         return stale if nearest is None else nearest.config
 
     def measured_ms(self, inv: Invocation[Any, Any], cfg: object) -> float | None:
         """The time that the disk cache, or else a shipped table, holds for a config of this call."""
-        entry = None if self.persistent is None else self.persistent.entry(inv.key)
+        entry = None if self.persistent is None else self.persistent.entry(self._disk_key(inv) or inv.key)
         if entry is not None and entry.config == cfg:
             return entry.metadata.get("time_ms")
         shipped = self.shipped(inv)

@@ -4,6 +4,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, cast
@@ -14,7 +15,7 @@ from tilewright.ops.kernel.arrays import abstract, is_symbolic, random_array
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.kernel.names import claim
-from tilewright.ops.kernel.parts import OraclePart
+from tilewright.ops.kernel.parts import Arguments, OraclePart
 from tilewright.ops.types import Cfg, Device, Direction, MappedAxis, Out
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.fingerprint import source_fingerprint
@@ -72,7 +73,6 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
       version: changing it invalidates every cached config.
       run_is_forward: True if ``run`` returns what ``forward_with_residuals`` returns without the residuals, so that
         both can share one lowering.
-      argument_names: names of the prepared positional arguments; empty if the signature of ``run`` has them.
 
     Raises:
       ValueError: another class has the name and version. A class that is defined again, as when a notebook cell runs
@@ -80,7 +80,6 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
     """
 
     run_is_forward: ClassVar[bool] = False
-    argument_names: tuple[str, ...] = ()
 
     def __init__(self, name: str | None = None, *, version: str = "0"):
         if not (name is None or isinstance(name, str)) or not isinstance(version, str):
@@ -98,13 +97,44 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
     def heuristic_cfg(self, inv: "Invocation[Cfg, Out]") -> Cfg:
         """The config to use when nothing was measured; may read only shapes, dtypes and the device."""
 
-    def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Validates and canonicalises the arguments of a call; the only place that knows the argument list.
 
-        All that it returns is in the key. An option that a later version adds is returned only if it is given: else
-        every key changes, and what was tuned is not found.
+        Returns ``(args, kwargs)``, all of which is in the key.
         """
         return args, kwargs
+
+    # The form of a call: positional and keyword arguments, unless a class of kernels has one of its own.
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+        """The prepared arguments of a call, with which ``run`` and all other methods are called."""
+        given, named = self.prepare(*args, **kwargs)
+        return tuple(given), dict(named)
+
+    def named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Prepared arguments by the names by which gradients are returned, in the order of a call's arrays."""
+        return [*zip(self._names(len(args)), args, strict=True), *kwargs.items()]
+
+    def _names(self, count: int) -> list[str]:
+        """The names of the first ``count`` positional arguments after ``prepare``."""
+        for method in (self.run, self.prepare):
+            parameters = inspect.signature(method).parameters.values()
+            names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            if len(names) >= count:
+                return names[:count]
+        return [f"args[{i}]" for i in range(count)]
+
+    def described(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The part of the prepared arguments that is in the key, in positional and named values."""
+        return args, kwargs
+
+    def of_described(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The inverse of ``described``."""
+        return args, kwargs
+
+    def former_descriptions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Arguments]:
+        """The forms of ``described`` in keys of earlier versions, the latest first."""
+        return ()
 
     def config_space(self, inv: "Invocation[Cfg, Out]") -> Iterable[Cfg]:
         """The configs worth measuring."""
@@ -304,23 +334,29 @@ class Invocation(Generic[Cfg, Out]):
         Raises:
           TypeError: a static argument, such as a lambda, has no form by which another process could recognise it.
         """
-        return canonical_json(
-            {
-                "op": self.kernel.name,
-                "version": self.kernel.version,
-                "direction": self.direction,
-                "device": self.device_fingerprint,
-                **self.description,
-            }
-        )
+        return self._key(self.description)
+
+    @functools.cached_property
+    def former_keys(self) -> tuple[str, ...]:
+        """The keys of the call in earlier versions, the latest first."""
+        former = self.kernel.former_descriptions(self.abstract_args, self.abstract_kwargs)
+        return tuple(self._key(self._described(*arguments)) for arguments in former)
+
+    def _key(self, description: Mapping[str, Any]) -> str:
+        kernel = self.kernel
+        facts = {"op": kernel.name, "version": kernel.version, "direction": self.direction}
+        return canonical_json({**facts, "device": self.device_fingerprint, **description})
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
         """The arguments as plain JSON data, from which ``abstract_args`` and ``abstract_kwargs`` can be rebuilt."""
+        return self._described(*self.kernel.described(self.abstract_args, self.abstract_kwargs))
+
+    def _described(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         mapped = [[tagged(axis.size), [int(m) for m in axis.mapped]] for axis in self.mapped]
         return {
-            "args": tagged(self.abstract_args),
-            "kwargs": tagged(self.abstract_kwargs),
+            "args": tagged(args),
+            "kwargs": tagged(dict(kwargs)),
             **({"mapped": mapped} if mapped else {}),
         }
 
@@ -338,7 +374,7 @@ class Invocation(Generic[Cfg, Out]):
           ValueError: the description is malformed, or names something that cannot be found.
         """
         mapped = tuple(MappedAxis(size, tuple(bool(m) for m in flags)) for size, flags in description.get("mapped", ()))
-        args, kwargs = untagged(description["args"]), untagged(description["kwargs"])
+        args, kwargs = kernel.of_described(untagged(description["args"]), untagged(description["kwargs"]))
         return cls(kernel, args, kwargs, direction=direction, mapped=mapped, device=device)
 
     def abstract(self) -> "Invocation[Cfg, Out]":

@@ -1,6 +1,5 @@
 """The optional methods of a kernel, which the base class does not define: code per platform, gradients, the oracle."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,15 +42,3 @@ def gradient_form(kernel: Kernel[Any, Any]) -> str | None:
     if forward:
         return "residuals"
     return "recomputing" if optional_method(kernel, "custom_vjp") is not None else None
-
-
-def argument_names(kernel: Kernel[Any, Any], count: int) -> tuple[str, ...]:
-    """The names of the first ``count`` positional arguments after ``prepare``."""
-    if kernel.argument_names:
-        return kernel.argument_names[:count]
-    for method in (kernel.run, kernel.prepare):
-        parameters = list(inspect.signature(method).parameters.values())
-        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        if len(names) >= count:
-            return tuple(names[:count])
-    return tuple(f"args[{i}]" for i in range(count))

@@ -15,9 +15,9 @@ class OraclePart:
       arguments: maps the call's prepared arguments to the part's, in the same structure. Given gradients in place of
         the arrays, it returns those that belong to the part.
       results: maps the call's results to the part's.
-      shared: positional arguments whose gradients are sums over several parts; these are not compared.
+      shared: names of arguments whose gradients are sums over several parts; these are not compared.
     """
 
     arguments: Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
     results: Callable[[Any], Any]
-    shared: tuple[int, ...] = ()
+    shared: tuple[str, ...] = ()

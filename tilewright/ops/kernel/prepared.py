@@ -11,9 +11,9 @@ from tilewright.ops.kernel.parts import Arguments
 
 
 def prepare(kernel: Kernel[Any, Any], args: Sequence[object], kwargs: Mapping[str, object]) -> Arguments:
-    """Calls ``kernel.prepare``; errors about wrong arguments name the kernel."""
+    """Prepares the arguments of a call; errors about wrong arguments name the kernel."""
     with errors_naming(kernel):
-        return kernel.prepare(*args, **kwargs)
+        return kernel.bind(args, kwargs)
 
 
 def prepared(

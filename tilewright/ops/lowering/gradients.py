@@ -8,7 +8,6 @@ import numpy as np
 
 from tilewright.ops.kernel.arrays import ARRAY_TYPES, Structure, split
 from tilewright.ops.kernel.kernel import Kernel
-from tilewright.ops.kernel.optional import argument_names
 
 
 def select_gradients(
@@ -23,21 +22,23 @@ def select_gradients(
     Raises:
       TypeError: a gradient is missing or has another shape, or the kernel returned neither a tuple nor a dict.
     """
-    names = argument_names(kernel, len(args))
+    named = kernel.named_arguments(args, kwargs)
+    names = [name for name, _ in named]
     if isinstance(gradients, dict):
         by_name = dict(gradients)
     elif isinstance(gradients, tuple | list) and len(gradients) == len(args):
-        by_name = dict(zip(names, gradients, strict=True))
+        by_name = dict(zip(names, gradients, strict=False))
     else:
         raise TypeError(
-            f"{kernel!r} must return one gradient for each of its {len(args)} positional arguments {names}, "
-            f"or a dict by name, got {type(gradients).__name__} of {jax.tree.structure(gradients)}"
+            f"{kernel!r} must return one gradient for each of its {len(args)} positional arguments "
+            f"{tuple(names[: len(args)])}, or a dict by name, got {type(gradients).__name__} of "
+            f"{jax.tree.structure(gradients)}"
         )
-    unknown = set(by_name) - {*names, *kwargs}
+    unknown = set(by_name) - set(names)
     if unknown:
         raise TypeError(f"{kernel!r} returned gradients for {sorted(unknown)}, which are no arguments of the call")
     given: list[Any] = []
-    for name, value in [*zip(names, args, strict=True), *kwargs.items()]:
+    for name, value in named:
         arrays, structure = split(value)
         gradient = by_name.get(name)
         found = [None] * len(arrays)
@@ -65,8 +66,7 @@ def wanted_names(
 
 def array_labels(kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """The argument's name for each array of a call."""
-    named = [*zip(argument_names(kernel, len(args)), args, strict=True), *kwargs.items()]
-    return [name for name, value in named for _ in split(value)[0]]
+    return [name for name, value in kernel.named_arguments(args, kwargs) for _ in split(value)[0]]
 
 
 def _gradient_leaves(kernel: Kernel[Any, Any], name: str, structure: Structure, gradient: object) -> list[Any]:

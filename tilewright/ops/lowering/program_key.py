@@ -44,10 +44,10 @@ def is_kept_on_disk() -> bool:
 def describe(program: Program) -> dict[str, Any] | None:
     """Describes a program under the settings in force as JSON data; ``None`` if it must not be stored on disk."""
     stage = program.stage
-    if not is_kept_on_disk() or not is_shared(program):
-        return None
     names = stage.kernel.lowering_packages(program.cfg.value)
-    source = sources_fingerprint(names) if names else ""
+    if not names or not is_kept_on_disk() or not is_shared(program):
+        return None
+    source = sources_fingerprint(names)
     if not source:
         return None
     try:

@@ -20,7 +20,8 @@ from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.optional import gradient_form, optional_method
 from tilewright.ops.kernel.parts import Arguments, OraclePart
 from tilewright.ops.lowering import ahead
-from tilewright.ops.lowering.call import Call, Selector, code_of
+from tilewright.ops.lowering.call import Call, Selector, code_of, known_results
+from tilewright.ops.lowering.gradients import array_labels
 from tilewright.ops.lowering.lowering import results_of
 from tilewright.ops.lowering.stages import map_axes
 from tilewright.ops.tuning.numerics import promoted, tree_violations
@@ -171,8 +172,7 @@ class Workload:
             dataclasses.replace(axis, mapped=axis.mapped[:count] + (True,) * len(rest)) for axis in inv.mapped
         )
         backward = dataclasses.replace(self._call, stage="backward", extra=extra)
-        config = inv.kernel.heuristic_cfg(inv)
-        known = results_of(backward.program(config, [jax.typeof(x) for x in self.operands], self._mapped, self._device))
+        known = known_results(backward, [jax.typeof(x) for x in self.operands], self._mapped, self._device)
         given = known.tree.unflatten(known.avals)
         self._call = dataclasses.replace(backward, wanted=tuple(g is not None for g in given))
 
@@ -233,8 +233,8 @@ class Workload:
             complete[i] = gradient
         args, kwargs = self._call.structure.join(complete)
         restricted, _ = split(part.arguments(args, kwargs))
-        positions = [position for position, arg in enumerate(args) for _ in split(arg)[0]]
-        return [restricted[i] for i in self._wanted_leaves if not (i < len(positions) and positions[i] in part.shared)]
+        names = array_labels(self._inv.kernel, args, kwargs)
+        return [restricted[i] for i in self._wanted_leaves if names[i] not in part.shared]
 
     def _results_of_part(self, part: OraclePart, results: Sequence[Any]) -> list[Any]:
         return jax.tree.leaves(part.results(jax.tree.unflatten(self._results_tree, results)))

@@ -258,6 +258,8 @@ def _tagged_array(value: object, shape: Iterable[object], dtype: object) -> dict
         "dtype": _dtype_name(dtype),
         "weak_type": bool(getattr(value, "weak_type", False)),
     }
+    if getattr(value, "sharding", None) is None:
+        return described
     sharding = sharding_fingerprint(value)
     return {**described, "sharding": sharding} if sharding else described
 

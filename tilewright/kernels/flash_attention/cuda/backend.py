@@ -28,10 +28,10 @@ from tilewright.kernels.flash_attention.operands import (
     bias_gradient,
     with_positive_scale,
 )
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward, row_terms, sinks_gradient
 from tilewright.kernels.numerics.softmax import sinks_lse
-from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.types import Device, Direction
@@ -61,38 +61,38 @@ class CudaBackwardParams:
     deterministic: bool = False
 
 
-class CudaFlashAttention(
-    Implementation[AttentionInputs, AttentionProblem, Results, CudaForwardParams, CudaBackwardParams]
-):
-    """Supports float32, float16 and bfloat16, any head dim and every option, on compute capability 5.0 and up."""
+class CudaFlashAttention(Implementation[AttentionInputs, Results, CudaForwardParams, CudaBackwardParams]):
+    """Supports float32, float16 and bfloat16, any head dim and all but biases of positions, from capability 5.0 on."""
 
     platform: ClassVar[Platform] = Platform.CUDA
     algorithm: ClassVar[str | None] = None
     forward_params: ClassVar[type] = CudaForwardParams
     backward_params: ClassVar[type] = CudaBackwardParams
+    serves: ClassVar[frozenset[str]] = frozenset(
+        {"bias", "mask", "softmax_aux", "dropout_seed", "logits_soft_cap", "dropout_prob", "precision"}
+    )
 
-    def not_supported_reasons(self, problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
+    def reasons(self, inputs: AttentionInputs, device: Device, direction: Direction) -> list[str]:
         if device.kind != "gpu" or device.capability is None:
             return [f"needs a CUDA GPU whose compute capability is known, got {device.name} ({device.capability=})"]
         reasons = []
-        if problem.dtype not in DTYPES:
-            reasons.append(f"computes in float32, float16 or bfloat16, got {problem.dtype=}")
-        if problem.bias is not None and problem.bias.dtype == np.float64:
+        if inputs.dtype not in DTYPES:
+            reasons.append(f"computes in float32, float16 or bfloat16, got {inputs.dtype=}")
+        if inputs.bias is not None and inputs.bias.dtype == np.float64:
             reasons.append("a bias is added in float32, got float64")
-        reasons += problem.position_bias_reasons
-        widest = max(problem.head_dim, problem.value_dim) + VECTOR_BYTES
-        if problem.heads * widest >= INT32_LIMIT or max(problem.q_length, problem.kv_length) >= 1 << 29:
-            reasons.append(f"rows and lengths must be counted by 32 bits, got {problem.score_shape=}, {widest=}")
+        widest = max(inputs.head_dim, inputs.value_dim) + VECTOR_BYTES
+        if inputs.heads * widest >= INT32_LIMIT or max(inputs.q_length, inputs.kv_length) >= 1 << 29:
+            reasons.append(f"rows and lengths must be counted by 32 bits, got {inputs.score_shape=}, {widest=}")
         # Without elements no kernel runs, so no variant has to fit.
-        if reasons or 0 in (*problem.score_shape, problem.head_dim, problem.value_dim):
+        if reasons or 0 in (*inputs.score_shape, inputs.head_dim, inputs.value_dim):
             return reasons
-        fields = problem_fields(problem, False)
+        fields = problem_fields(inputs, False)
         capability = capability_of(device) or 0
         kernels_here = [kernel for kernel in selection.kernels(direction) if kernel.table.for_capability(capability)]
         if not kernels_here:
             return [f"no variant is for compute capability {capability / 10}"]
         by_num_unmet: dict[int, list[str]] = {}  # reasons of the tables by their fewest unmet requirements
-        for each in padded_fields(fields, problem.dtype.itemsize):
+        for each in padded_fields(fields, inputs.dtype.itemsize):
             for kernel in kernels_here:
                 fewest, kernel_reasons = kernel.closest(each, device)
                 if not kernel_reasons:
@@ -101,18 +101,18 @@ class CudaFlashAttention(
         return list(dict.fromkeys(by_num_unmet[min(by_num_unmet)]))
 
     def heuristic(
-        self, problem: AttentionProblem, device: Device, direction: Direction
+        self, inputs: AttentionInputs, device: Device, direction: Direction
     ) -> CudaForwardParams | CudaBackwardParams:
         return CudaForwardParams() if direction == "forward" else CudaBackwardParams()
 
     def candidates(
-        self, problem: AttentionProblem, device: Device, direction: Direction
+        self, inputs: AttentionInputs, device: Device, direction: Direction
     ) -> list[CudaForwardParams | CudaBackwardParams]:
         """The variants worth measuring among those that may fit; for the backward pass also the deterministic form."""
-        fields = problem_fields(problem, False)
+        fields = problem_fields(inputs, False)
         fitting = [
             (kernel.table.name, variant)
-            for kernel, variant, each in each_variant(direction, fields, problem.dtype.itemsize)
+            for kernel, variant, each in each_variant(direction, fields, inputs.dtype.itemsize)
             if not kernel.variant_reasons(variant, each, device)
         ]
         names = dict.fromkeys(variant.name for variant in worth_measuring(fitting))
@@ -122,17 +122,17 @@ class CudaFlashAttention(
 
     def config_reasons(
         self,
-        problem: AttentionProblem,
+        inputs: AttentionInputs,
         device: Device,
         direction: Direction,
         params: CudaForwardParams | CudaBackwardParams,
     ) -> list[str]:
         if params.variant is None:
             return []
-        fields = problem_fields(problem, getattr(params, "deterministic", False))
+        fields = problem_fields(inputs, getattr(params, "deterministic", False))
         reasons_by_variant = [
             kernel.variant_reasons(variant, each, device)
-            for kernel, variant, each in each_variant(direction, fields, problem.dtype.itemsize, params.variant)
+            for kernel, variant, each in each_variant(direction, fields, inputs.dtype.itemsize, params.variant)
         ]
         if not reasons_by_variant:
             return [f"there is no variant {params.variant!r}"]
@@ -141,7 +141,7 @@ class CudaFlashAttention(
 
     def footprints(
         self,
-        problem: AttentionProblem,
+        inputs: AttentionInputs,
         device: Device,
         direction: Direction,
         params: CudaForwardParams | CudaBackwardParams,
@@ -149,24 +149,24 @@ class CudaFlashAttention(
         """The grid of a forward variant; its requirements check shared memory, compiled libraries the rest."""
         if direction == "backward" or params.variant is None:
             return []
-        fields = problem_fields(problem, False)
-        variants = (each for _, each, _ in each_variant(direction, fields, problem.dtype.itemsize, params.variant))
+        fields = problem_fields(inputs, False)
+        variants = (each for _, each, _ in each_variant(direction, fields, inputs.dtype.itemsize, params.variant))
         rows = [queries_per_block(variant) for variant in variants]
         if not rows or rows[0] is None:
             return []
-        return [Footprint(-(-problem.q_length // rows[0]) * problem.batch * problem.heads)]
+        return [Footprint(-(-inputs.q_length // rows[0]) * inputs.batch * inputs.heads)]
 
     def builds(
         self,
-        problem: AttentionProblem,
+        inputs: AttentionInputs,
         device: Device,
         direction: Direction,
         params: CudaForwardParams | CudaBackwardParams,
     ) -> list[Build]:
-        if 0 in (*problem.score_shape, problem.head_dim, problem.value_dim):
+        if 0 in (*inputs.score_shape, inputs.head_dim, inputs.value_dim):
             return []
-        fields = problem_fields(problem, getattr(params, "deterministic", False))
-        for each in padded_fields(fields, problem.dtype.itemsize):
+        fields = problem_fields(inputs, getattr(params, "deterministic", False))
+        for each in padded_fields(fields, inputs.dtype.itemsize):
             for kernel in selection.kernels(direction):
                 allowed = [v for v in kernel.table.variants if params.variant in (None, v.name)]
                 if (group := kernel.needed(each, device, allowed)) is not None:
@@ -201,7 +201,7 @@ class CudaFlashAttention(
             return empty_backward(inputs, *results, *cotangents)
         out, lse = results
         d_out, d_lse = cotangents
-        negated, inputs = inputs.options.softmax_scale < 0, with_positive_scale(inputs)
+        negated, inputs = inputs.softmax_scale < 0, with_positive_scale(inputs)
         call = CudaCall.of(inputs, "backward", params.variant, params.deterministic)
         arrays = backward_arrays(inputs, results, cotangents) | score_arrays(inputs, backward=True)
         d_query, d_key, d_value, d_bias = call.run(arrays)

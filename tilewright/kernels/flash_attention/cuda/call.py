@@ -19,8 +19,8 @@ from tilewright.kernels.flash_attention.operands import (
     into_batch,
     pad_last_dim,
 )
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.numerics.dropout import keep_threshold
+from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 
@@ -43,14 +43,14 @@ class CudaCall:
     """The parameters of a launch besides its arrays."""
 
     direction: Direction
-    problem: AttentionProblem
+    inputs: AttentionInputs
     variant: str | None
     deterministic: bool
     device: Device
 
     @classmethod
     def of(cls, inputs: AttentionInputs, direction: Direction, variant: str | None, deterministic: bool) -> "CudaCall":
-        return cls(direction, AttentionProblem.of(inputs), variant, deterministic, current_device())
+        return cls(direction, inputs.structs, variant, deterministic, current_device())
 
     def run(self, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
         """Runs a call on named arrays, each with the batch, or 1, as first dimension, except ``sinks``."""
@@ -74,7 +74,7 @@ class CudaCall:
             mapped = {name: array for name, (array, is_mapped) in arrays.items() if is_mapped}
             fixed = {name: array for name, (array, is_mapped) in arrays.items() if not is_mapped}
             return jax.lax.map(lambda part: self.run({**fixed, **part}), mapped)
-        batch = self.problem.batch
+        batch = self.inputs.batch
         folded = {}
         for name, (array, is_mapped) in arrays.items():
             if name == "sinks":
@@ -88,58 +88,57 @@ class CudaCall:
                 folded[name] = array
                 continue
             folded[name] = into_batch(array, is_mapped, size, batch)
-        bias = folded.get("bias")
-        problem = dataclasses.replace(
-            self.problem,
-            batch=size * batch,
-            bias=None if bias is None else jax.ShapeDtypeStruct(bias.shape, bias.dtype),
-        )
-        results = dataclasses.replace(self, problem=problem).run(folded)
+        # Not the shapes of the arrays, of which one whose first dimension is 1 may stand for all elements.
+        operands = {name: getattr(self.inputs, name) for name in ("query", "key", "value")}
+        structs = {name: jax.ShapeDtypeStruct((size * batch, *x.shape[1:]), x.dtype) for name, x in operands.items()}
+        bias = struct_like(folded["bias"]) if "bias" in folded else None
+        inputs = self.inputs.replace(**structs, bias=bias)
+        results = dataclasses.replace(self, inputs=inputs).run(folded)
         # Without a bias its gradient is an array without elements.
         return tuple(x.reshape(size, batch, *x.shape[1:]) if x.size else jnp.zeros((size, 0), x.dtype) for x in results)
 
     def launch(self, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
         """Launches the kernel once."""
-        problem, options = self.problem, self.problem.options
-        fields = problem_fields(problem, self.deterministic)
-        chosen = select(self.direction, fields, problem.dtype.itemsize, self.device, self.variant)
+        inputs = self.inputs
+        fields = problem_fields(inputs, self.deterministic)
+        chosen = select(self.direction, fields, inputs.dtype.itemsize, self.device, self.variant)
         head_dim, value_dim = chosen.fields["head_dim"], chosen.fields["value_dim"]
         names = _FORWARD_INPUTS if self.direction == "forward" else _BACKWARD_INPUTS
         widths = {"query": head_dim, "key": head_dim, "value": value_dim, "out": value_dim, "d_out": value_dim}
         operands = [_padded(arrays.get(name), widths.get(name), _ABSENT.get(name, np.int32)) for name in names]
         attributes = {
-            "scale": np.float32(options.softmax_scale),
-            "soft_cap": np.float32(options.logits_soft_cap or 0.0),
-            "keep_threshold": np.int64(keep_threshold(options.dropout_prob)),
-            "keep_scale": np.float32(1.0 / (1.0 - options.dropout_prob)),
+            "scale": np.float32(inputs.softmax_scale),
+            "soft_cap": np.float32(inputs.logits_soft_cap or 0.0),
+            "keep_threshold": np.int64(keep_threshold(inputs.drawn_dropout)),
+            "keep_scale": np.float32(1.0 / (1.0 - inputs.drawn_dropout)),
         }
         results = chosen.kernel.call(
             chosen.variant, chosen.fields, self.device, operands, self._outputs(head_dim, value_dim), attributes
         )
         if self.direction == "forward":
-            return results[0][..., : problem.value_dim], results[1]
+            return results[0][..., : inputs.value_dim], results[1]
         return (
-            results[0][..., : problem.head_dim],
-            results[1][..., : problem.head_dim],
-            results[2][..., : problem.value_dim],
+            results[0][..., : inputs.head_dim],
+            results[1][..., : inputs.head_dim],
+            results[2][..., : inputs.value_dim],
             results[3],
         )
 
     def _outputs(self, head_dim: int, value_dim: int) -> list[jax.ShapeDtypeStruct]:
-        problem = self.problem
-        batch, heads, q_length, kv_length = problem.score_shape
+        inputs = self.inputs
+        batch, heads, q_length, kv_length = inputs.score_shape
         if self.direction == "forward":
             return [
-                jax.ShapeDtypeStruct((batch, q_length, heads, value_dim), problem.dtype),
+                jax.ShapeDtypeStruct((batch, q_length, heads, value_dim), inputs.dtype),
                 jax.ShapeDtypeStruct((batch, heads, q_length), np.float32),
             ]
         bias: tuple[int, ...] = (0,)
-        if problem.bias is not None:
-            bias = problem.score_shape if self.deterministic else problem.bias.shape
+        if inputs.bias is not None:
+            bias = inputs.score_shape if self.deterministic else inputs.bias.shape
         return [
-            jax.ShapeDtypeStruct((batch, q_length, heads, head_dim), problem.dtype),
-            jax.ShapeDtypeStruct((batch, kv_length, problem.kv_heads, head_dim), problem.dtype),
-            jax.ShapeDtypeStruct((batch, kv_length, problem.kv_heads, value_dim), problem.dtype),
+            jax.ShapeDtypeStruct((batch, q_length, heads, head_dim), inputs.dtype),
+            jax.ShapeDtypeStruct((batch, kv_length, inputs.kv_heads, head_dim), inputs.dtype),
+            jax.ShapeDtypeStruct((batch, kv_length, inputs.kv_heads, value_dim), inputs.dtype),
             jax.ShapeDtypeStruct(bias, np.float32),
         ]
 

@@ -12,11 +12,11 @@ from tilewright.errors import UnsupportedError
 from tilewright.kernels.cuda.kernel import CudaKernel
 from tilewright.kernels.cuda.table import Variant
 from tilewright.kernels.flash_attention.cuda import ampere_variants, cutlass_variants, hopper_variants
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.mask_terms import MaskParts
 from tilewright.kernels.flash_attention.operands import (
     needs_exact_matmuls,
 )
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.ops.types import Device, Direction
 
 TABLES = {
@@ -41,28 +41,28 @@ def kernels(direction: Direction) -> tuple[CudaKernel, ...]:
     return tuple(CudaKernel(table) for table in TABLES[direction])
 
 
-def problem_fields(problem: AttentionProblem, deterministic: bool) -> dict[str, int]:
+def problem_fields(inputs: AttentionInputs, deterministic: bool) -> dict[str, int]:
     """Describes a call by the tables' fields."""
-    parts = MaskParts.of(problem.mask)
+    parts = MaskParts.of(inputs.mask)
     return {
-        "batch": problem.batch,
-        "q_length": problem.q_length,
-        "kv_length": problem.kv_length,
-        "heads": problem.heads,
-        "kv_heads": problem.kv_heads,
-        "head_dim": problem.head_dim,
-        "value_dim": problem.value_dim,
-        "dtype": cutlass_variants.DTYPES.index(DTYPES[problem.dtype]),
-        "bias": int(problem.bias is not None),
+        "batch": inputs.batch,
+        "q_length": inputs.q_length,
+        "kv_length": inputs.kv_length,
+        "heads": inputs.heads,
+        "kv_heads": inputs.kv_heads,
+        "head_dim": inputs.head_dim,
+        "value_dim": inputs.value_dim,
+        "dtype": cutlass_variants.DTYPES.index(DTYPES[inputs.dtype]),
+        "bias": int(inputs.bias is not None),
         "rows": int(parts.has_rows),
         "mask": int(parts.matrix is not None),
-        "soft_cap": int(problem.options.logits_soft_cap is not None),
-        "sinks": int(problem.sinks > 0),
-        "dropout": int(problem.dropout),
+        "soft_cap": int(inputs.logits_soft_cap is not None),
+        "sinks": int(inputs.sinks > 0),
+        "dropout": int(inputs.dropout),
         "lowest": parts.band.lowest,
         "highest": parts.band.highest,
         "deterministic": int(deterministic),
-        "exact": int(needs_exact_matmuls(problem.options, problem.dtype)),
+        "exact": int(needs_exact_matmuls(inputs)),
     }
 
 
@@ -79,7 +79,7 @@ def padded_fields(fields: Mapping[str, int], itemsize: int) -> Iterator[dict[str
 def each_variant(
     direction: Direction, fields: Mapping[str, int], itemsize: int, name: str | None = None
 ) -> Iterator[tuple[CudaKernel, Variant, dict[str, int]]]:
-    """Every variant, or the named one, with every form of the problem, in the order in which they are tried."""
+    """Every variant, or the named one, with every form of the inputs, in the order in which they are tried."""
     for each in padded_fields(fields, itemsize):
         for kernel in kernels(direction):
             for variant in kernel.table.variants:

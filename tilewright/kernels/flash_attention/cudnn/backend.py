@@ -25,10 +25,10 @@ from tilewright.kernels.flash_attention.operands import (
     with_positive_scale,
     without_masked,
 )
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
 from tilewright.kernels.masks import Mask
-from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.xla_flags import wants_repeatable
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
@@ -119,55 +119,44 @@ class CudnnMask:
         return queries, min_lengths([part.kv_lengths for part in self.parts.lengths], batch, kv_length)
 
 
-def computed_dim(problem: AttentionProblem, carries_d_lse: bool) -> int:
+def computed_dim(inputs: AttentionInputs, carries_d_lse: bool) -> int:
     """The head dim that cuDNN computes with, the same for keys and values."""
-    values = problem.value_dim + (len(PART_SCALES) if carries_d_lse else 0)
-    return math.ceil(max(problem.head_dim, values) / VECTOR) * VECTOR
+    values = inputs.value_dim + (len(PART_SCALES) if carries_d_lse else 0)
+    return math.ceil(max(inputs.head_dim, values) / VECTOR) * VECTOR
 
 
-class CudnnFlashAttention(
-    Implementation[AttentionInputs, AttentionProblem, Results, CudnnForwardParams, CudnnBackwardParams]
-):
+class CudnnFlashAttention(Implementation[AttentionInputs, Results, CudnnForwardParams, CudnnBackwardParams]):
     """Supports float16 and bfloat16 with causal masks, windows, lengths and a bias, from compute capability 8.0 on."""
 
     platform: ClassVar[Platform] = Platform.CUDA
     algorithm: ClassVar[str | None] = "cudnn"
     forward_params: ClassVar[type] = CudnnForwardParams
     backward_params: ClassVar[type] = CudnnBackwardParams
+    # Its dropout is by a generator of its own, not by that of ``dropout_seed``.
+    serves: ClassVar[frozenset[str]] = frozenset({"bias", "mask", "precision"})
 
-    def not_supported_reasons(self, problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
+    def reasons(self, inputs: AttentionInputs, device: Device, direction: Direction) -> list[str]:
         if device.kind != "gpu" or device.capability is None or device.capability < (8, 0):
             return [f"needs a CUDA GPU of compute capability 8.0 or up, got {device.name} ({device.capability=})"]
-        reasons, options = _version_reasons(device.capability) + problem.position_bias_reasons, problem.options
-        if problem.dtype not in MIN_LOGIT:
-            reasons.append(f"computes in float16 or bfloat16, got {problem.dtype=}")
-        if options.logits_soft_cap is not None:
-            reasons.append("has no soft cap")
-        if problem.sinks:
-            reasons.append("has no sinks")
-        if problem.dropout:
-            reasons.append("drops by a generator of its own, not by that of dropout_seed")
-        if options.softmax_scale == 0:
+        reasons = _version_reasons(device.capability)
+        if inputs.dtype not in MIN_LOGIT:
+            reasons.append(f"computes in float16 or bfloat16, got {inputs.dtype=}")
+        if inputs.softmax_scale == 0:
             reasons.append("a scale of 0 leaves no logit to be masked")
-        if 0 in (*problem.score_shape, problem.head_dim, problem.value_dim):
+        if 0 in (*inputs.score_shape, inputs.head_dim, inputs.value_dim):
             return reasons
-        carries_d_lse = direction == "backward" and problem.lse_wanted
-        dim, widest = computed_dim(problem, carries_d_lse), WIDEST_HOPPER if device.capability[0] == 9 else WIDEST
+        carries_d_lse = direction == "backward" and inputs.return_lse
+        dim, widest = computed_dim(inputs, carries_d_lse), WIDEST_HOPPER if device.capability[0] == 9 else WIDEST
         if dim > widest:
             more = f", {len(PART_SCALES)} of it for the gradient to lse" if carries_d_lse else ""
             reasons.append(f"a head has up to {widest} elements on {device.name}, got {dim} after padding{more}")
-        mask = CudnnMask.of(problem.mask, problem.q_length, problem.kv_length)
-        return reasons + mask.reasons(problem.q_length, problem.kv_length) + _bias_reasons(problem)
-
-    def heuristic(
-        self, problem: AttentionProblem, device: Device, direction: Direction
-    ) -> CudnnForwardParams | CudnnBackwardParams:
-        return CudnnForwardParams() if direction == "forward" else CudnnBackwardParams()
+        mask = CudnnMask.of(inputs.mask, inputs.q_length, inputs.kv_length)
+        return reasons + mask.reasons(inputs.q_length, inputs.kv_length) + _bias_reasons(inputs)
 
     def candidates(
-        self, problem: AttentionProblem, device: Device, direction: Direction
+        self, inputs: AttentionInputs, device: Device, direction: Direction
     ) -> list[CudnnForwardParams | CudnnBackwardParams]:
-        return [self.heuristic(problem, device, direction)]
+        return [CudnnForwardParams() if direction == "forward" else CudnnBackwardParams()]
 
     def repeats(self, params: CudnnForwardParams | CudnnBackwardParams) -> bool:
         return isinstance(params, CudnnForwardParams) or wants_repeatable()
@@ -177,9 +166,9 @@ class CudnnFlashAttention(
         if inputs.is_empty:
             return empty_forward(inputs)
         call = _Call.of(with_positive_scale(inputs))
-        dim, bias = computed_dim(call.problem, False), call.bias(per_head=False)
+        dim, bias = computed_dim(call.inputs, False), call.bias(per_head=False)
         out, lse = call.run(jax_calls.forward, {**call.operands(dim), "bias": bias}, shared=("bias",))
-        out = out[..., : call.problem.value_dim]
+        out = out[..., : call.inputs.value_dim]
         return with_fully_masked_rows(out, lse, call.visible_rows())
 
     def backward(
@@ -192,11 +181,11 @@ class CudnnFlashAttention(
         """Gradients for query, key, value and bias, from any backend's ``(out, lse)``."""
         if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
-        negated = inputs.options.softmax_scale < 0
+        negated = inputs.softmax_scale < 0
         call = _Call.of(with_positive_scale(inputs))
         rows = backward_rows(inputs.query.dtype, results, cotangents, call.may_mask_rows)
         out, d_out, lse, d_lse, fully_masked = rows
-        dim = computed_dim(call.problem, d_lse is not None)
+        dim = computed_dim(call.inputs, d_lse is not None)
         if d_lse is not None:
             out, d_out = with_d_lse_columns(out, d_out, d_lse)
         arrays = {**call.operands(dim), "bias": call.bias(per_head=True), "lse": lse}
@@ -204,7 +193,7 @@ class CudnnFlashAttention(
         d_query, d_key, d_value, *d_bias = call.run(jax_calls.backward, arrays)
         kv_lengths = None if call.lengths is None else call.lengths[1]
         d_query, d_key, d_value = without_masked(d_query, d_key, d_value, fully_masked, kv_lengths)
-        head_dim, value_dim = call.problem.head_dim, call.problem.value_dim
+        head_dim, value_dim = call.inputs.head_dim, call.inputs.value_dim
         return {
             "query": (-d_query if negated else d_query)[..., :head_dim],
             "key": d_key[..., :head_dim],
@@ -227,14 +216,14 @@ def _dotted(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
-def _bias_reasons(problem: AttentionProblem) -> list[str]:
-    if problem.bias is None:
+def _bias_reasons(inputs: AttentionInputs) -> list[str]:
+    if inputs.bias is None:
         return []
     reasons = []
-    if problem.bias.dtype != problem.dtype:
-        reasons.append(f"adds a bias only of the query's dtype, got {problem.bias.dtype=}, {problem.dtype=}")
-    if problem.q_length % 2 or problem.kv_length % 2:
-        reasons.append(f"adds a bias only where both lengths are even, got {problem.q_length=}, {problem.kv_length=}")
+    if inputs.bias.dtype != inputs.dtype:
+        reasons.append(f"adds a bias only of the query's dtype, got {inputs.bias.dtype=}, {inputs.dtype=}")
+    if inputs.q_length % 2 or inputs.kv_length % 2:
+        reasons.append(f"adds a bias only where both lengths are even, got {inputs.q_length=}, {inputs.kv_length=}")
     return reasons
 
 
@@ -261,16 +250,14 @@ class _Call:
     """A call, its sizes and its mask in cuDNN's terms."""
 
     inputs: AttentionInputs
-    problem: AttentionProblem
     mask: CudnnMask
     lengths: tuple[Any, Any] | None
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> "_Call":
-        problem = AttentionProblem.of(inputs)
-        sizes = problem.q_length, problem.kv_length
+        sizes = inputs.q_length, inputs.kv_length
         mask = CudnnMask.of(inputs.mask, *sizes)
-        return cls(inputs, problem, mask, mask.lengths(problem.batch, *sizes))
+        return cls(inputs, mask, mask.lengths(inputs.batch, *sizes))
 
     @property
     def may_mask_rows(self) -> bool:
@@ -290,13 +277,13 @@ class _Call:
         bias = self.inputs.bias
         if bias is None:
             return None
-        min_logit = jnp.asarray(MIN_LOGIT[self.problem.dtype], bias.dtype)
-        lead = self.problem.score_shape[:2] if per_head else bias.shape[:2]
-        return jnp.broadcast_to(jnp.where(jnp.isneginf(bias), min_logit, bias), (*lead, *self.problem.score_shape[2:]))
+        min_logit = jnp.asarray(MIN_LOGIT[self.inputs.dtype], bias.dtype)
+        lead = self.inputs.score_shape[:2] if per_head else bias.shape[:2]
+        return jnp.broadcast_to(jnp.where(jnp.isneginf(bias), min_logit, bias), (*lead, *self.inputs.score_shape[2:]))
 
     def bias_gradient(self, d_bias: jax.Array) -> Any:
         """Reduces cuDNN's gradient to the bias's shape; masked positions, which cuDNN may not write, are 0."""
-        bias, (_, _, q_length, kv_length) = self.inputs.bias, self.problem.score_shape
+        bias, (_, _, q_length, kv_length) = self.inputs.bias, self.inputs.score_shape
         assert bias is not None
         if self.inputs.mask is not None:
             d_bias = jnp.where(self.inputs.mask.tile(0, q_length, 0, kv_length), d_bias, jnp.zeros((), d_bias.dtype))
@@ -304,7 +291,7 @@ class _Call:
 
     def visible_rows(self) -> Any:
         """``[batch|1, heads|1, q_length]``, True for queries with a visible key; None if every query has one."""
-        _, _, q_length, kv_length = self.problem.score_shape
+        _, _, q_length, kv_length = self.inputs.score_shape
         if self.inputs.bias is not None:
             visible = self.inputs.bias > -jnp.inf
             if self.inputs.mask is not None:
@@ -323,7 +310,7 @@ class _Call:
     ) -> tuple[Any, ...]:
         """Calls ``function`` on arrays that lead with the batch; those in ``shared`` may lead with 1."""
         options = {
-            "scale": float(self.inputs.options.softmax_scale), "causal": self.mask.causal, "window": self.mask.window,
+            "scale": float(self.inputs.softmax_scale), "causal": self.mask.causal, "window": self.mask.window,
         }  # fmt: skip
 
         def call(given: dict[str, Any]) -> tuple[Any, ...]:
@@ -332,7 +319,7 @@ class _Call:
             return tuple(function(**{"bias": None, **others}, lengths=lengths, **options))
 
         given = {name: array for name, array in arrays.items() if array is not None}
-        return over_batch(call, self.problem.batch, given, frozenset(shared))
+        return over_batch(call, self.inputs.batch, given, frozenset(shared))
 
 
 _LENGTHS = ("q_lengths", "kv_lengths")

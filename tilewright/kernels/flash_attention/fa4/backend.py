@@ -32,74 +32,67 @@ from tilewright.kernels.flash_attention.operands import (
     with_positive_scale,
     without_masked,
 )
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
-from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.ops.types import Device, Direction
 
 
-class Fa4FlashAttention(
-    Implementation[AttentionInputs, AttentionProblem, Results, Fa4ForwardParams, Fa4BackwardParams]
-):
+class Fa4FlashAttention(Implementation[AttentionInputs, Results, Fa4ForwardParams, Fa4BackwardParams]):
     """Supports float16 and bfloat16 with causal masks, windows, a soft cap and lengths, on compute capability 9.0."""
 
     platform: ClassVar[Platform] = Platform.CUDA
     algorithm: ClassVar[str | None] = "fa4"
     forward_params: ClassVar[type] = Fa4ForwardParams
     backward_params: ClassVar[type] = Fa4BackwardParams
+    serves: ClassVar[frozenset[str]] = frozenset({"mask", "logits_soft_cap", "precision"})
     late_import: ClassVar[str] = "tilewright.kernels.flash_attention.fa4.cute:kernels"
 
-    def not_supported_reasons(self, problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
+    def reasons(self, inputs: AttentionInputs, device: Device, direction: Direction) -> list[str]:
         if device.kind != "gpu" or device.capability is None or device.capability[0] != 9:
             return [f"is for GPUs of compute capability 9.x alone, got {device.name} ({device.capability=})"]
-        reasons, options = cute.package_reasons(), problem.options
-        if problem.dtype not in DTYPES:
-            reasons.append(f"computes in float16 or bfloat16, got {problem.dtype=}")
-        if problem.bias is not None or problem.position_bias is not None:
-            reasons.append("adds no bias")
-        if problem.sinks:
-            reasons.append("has no sinks as it is called here")
-        if problem.dropout:
-            reasons.append("drops nothing")
-        if options.softmax_scale == 0:
+        reasons = cute.package_reasons()
+        if inputs.dtype not in DTYPES:
+            reasons.append(f"computes in float16 or bfloat16, got {inputs.dtype=}")
+        if inputs.softmax_scale == 0:
             reasons.append("a scale of 0 leaves no logit to be masked")
-        if 0 in (*problem.score_shape, problem.head_dim, problem.value_dim):
+        if 0 in (*inputs.score_shape, inputs.head_dim, inputs.value_dim):
             return reasons
-        if max(problem.head_dim, problem.value_dim) > WIDEST:
-            dims = f"{problem.head_dim=}, {problem.value_dim=}"
+        if max(inputs.head_dim, inputs.value_dim) > WIDEST:
+            dims = f"{inputs.head_dim=}, {inputs.value_dim=}"
             reasons.append(f"a head has up to {WIDEST} elements, got {dims}")
-        return reasons + Fa4Mask.of(problem.mask, problem.q_length, problem.kv_length).reasons()
+        return reasons + Fa4Mask.of(inputs.mask, inputs.q_length, inputs.kv_length).reasons()
 
     def heuristic(
-        self, problem: AttentionProblem, device: Device, direction: Direction
+        self, inputs: AttentionInputs, device: Device, direction: Direction
     ) -> Fa4ForwardParams | Fa4BackwardParams:
-        mask = Fa4Mask.of(problem.mask, problem.q_length, problem.kv_length)
-        return forward_defaults(problem, mask) if direction == "forward" else backward_defaults(problem, mask)
+        mask = Fa4Mask.of(inputs.mask, inputs.q_length, inputs.kv_length)
+        return forward_defaults(inputs, mask) if direction == "forward" else backward_defaults(inputs, mask)
 
     def candidates(
-        self, problem: AttentionProblem, device: Device, direction: Direction
+        self, inputs: AttentionInputs, device: Device, direction: Direction
     ) -> list[Fa4ForwardParams | Fa4BackwardParams]:
         """The package's own choice, and nearby tiles that fit."""
-        mask = Fa4Mask.of(problem.mask, problem.q_length, problem.kv_length)
+        mask = Fa4Mask.of(inputs.mask, inputs.q_length, inputs.kv_length)
         found: Iterator[Fa4ForwardParams | Fa4BackwardParams]
-        found = forward_candidates(problem, mask) if direction == "forward" else backward_candidates(problem, mask)
-        fitting = (each for each in found if not self.config_reasons(problem, device, direction, each))
+        found = forward_candidates(inputs, mask) if direction == "forward" else backward_candidates(inputs, mask)
+        fitting = (each for each in found if not self.config_reasons(inputs, device, direction, each))
         return list(dict.fromkeys(fitting))
 
     def config_reasons(
         self,
-        problem: AttentionProblem,
+        inputs: AttentionInputs,
         device: Device,
         direction: Direction,
         params: Fa4ForwardParams | Fa4BackwardParams,
     ) -> list[str]:
-        if 0 in (*problem.score_shape, problem.head_dim, problem.value_dim):
+        if 0 in (*inputs.score_shape, inputs.head_dim, inputs.value_dim):
             return []
-        mask, dims = Fa4Mask.of(problem.mask, problem.q_length, problem.kv_length), computed_dims(problem, direction)
+        mask, dims = Fa4Mask.of(inputs.mask, inputs.q_length, inputs.kv_length), computed_dims(inputs, direction)
         if isinstance(params, Fa4ForwardParams):
-            return forward_params_reasons(params.completed(forward_defaults(problem, mask)), *dims)
-        complete = params.completed(backward_defaults(problem, mask))
-        return backward_params_reasons(complete, *dims, problem.groups > 1)
+            return forward_params_reasons(params.completed(forward_defaults(inputs, mask)), *dims)
+        complete = params.completed(backward_defaults(inputs, mask))
+        return backward_params_reasons(complete, *dims, inputs.groups > 1)
 
     def forward(self, inputs: AttentionInputs, params: Fa4ForwardParams) -> Results:
         """``(out, lse)``."""
@@ -108,9 +101,9 @@ class Fa4FlashAttention(
         call = _Call.of(with_positive_scale(inputs))
         if call.is_fully_masked:
             return empty_forward(inputs)
-        complete = params.completed(forward_defaults(call.problem, call.mask))
+        complete = params.completed(forward_defaults(call.inputs, call.mask))
         out, lse = call.run(cute.forward, call.operands("forward"), complete)
-        out = out[..., : call.problem.value_dim]
+        out = out[..., : call.inputs.value_dim]
         return with_fully_masked_rows(out, lse, call.visible_rows())
 
     def backward(
@@ -123,19 +116,19 @@ class Fa4FlashAttention(
         """Gradients for query, key and value, from any backend's ``(out, lse)``."""
         if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
-        negated = inputs.options.softmax_scale < 0
+        negated = inputs.softmax_scale < 0
         call = _Call.of(with_positive_scale(inputs))
         if call.is_fully_masked:
             return empty_backward(inputs, *results, *cotangents)
-        complete = params.completed(backward_defaults(call.problem, call.mask))
+        complete = params.completed(backward_defaults(call.inputs, call.mask))
         rows = backward_rows(inputs.query.dtype, results, cotangents, call.visible_rows() is not None)
         out, d_out, lse, d_lse, fully_masked = rows
-        _, value_dim = computed_dims(call.problem, "backward")
+        _, value_dim = computed_dims(call.inputs, "backward")
         arrays = {**call.operands("backward"), "lse": lse, "d_lse": d_lse}
         arrays |= {"out": pad_last_dim(out, value_dim), "d_out": pad_last_dim(d_out, value_dim)}
         d_query, d_key, d_value = call.run(cute.backward, arrays, complete)
         d_query, d_key, d_value = without_masked(d_query, d_key, d_value, fully_masked, call.lengths[1])
-        head_dim, value_dim = call.problem.head_dim, call.problem.value_dim
+        head_dim, value_dim = call.inputs.head_dim, call.inputs.value_dim
         return {
             "query": (-d_query if negated else d_query)[..., :head_dim],
             "key": d_key[..., :head_dim],
@@ -150,20 +143,18 @@ class _Call:
     """A call, its sizes and its mask in FlashAttention-4's terms."""
 
     inputs: AttentionInputs
-    problem: AttentionProblem
     mask: Fa4Mask
     lengths: tuple[Any | None, Any | None]
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> "_Call":
-        problem = AttentionProblem.of(inputs)
-        sizes = problem.q_length, problem.kv_length
+        sizes = inputs.q_length, inputs.kv_length
         mask = Fa4Mask.of(inputs.mask, *sizes)
-        return cls(inputs, problem, mask, mask.lengths(problem.batch, *sizes))
+        return cls(inputs, mask, mask.lengths(inputs.batch, *sizes))
 
     def operands(self, direction: Direction) -> dict[str, Any]:
         """The operands of both directions."""
-        head_dim, value_dim = computed_dims(self.problem, direction)
+        head_dim, value_dim = computed_dims(self.inputs, direction)
         arrays = {name: pad_last_dim(getattr(self.inputs, name), head_dim) for name in ("query", "key")}
         arrays["value"] = pad_last_dim(self.inputs.value, value_dim)
         if not self.mask.is_band:  # a band is aligned at the ends of the whole arrays
@@ -175,8 +166,8 @@ class _Call:
 
     def visible_keys(self) -> tuple[np.ndarray, np.ndarray]:
         """The first and last key of the band for each query; last < first if there is none."""
-        band, rows = self.mask.parts.band, np.arange(self.problem.q_length)
-        return np.maximum(rows + band.lowest, 0), np.minimum(rows + band.highest, self.problem.kv_length - 1)
+        band, rows = self.mask.parts.band, np.arange(self.inputs.q_length)
+        return np.maximum(rows + band.lowest, 0), np.minimum(rows + band.highest, self.inputs.kv_length - 1)
 
     @property
     def is_fully_masked(self) -> bool:
@@ -186,7 +177,7 @@ class _Call:
 
     def visible_rows(self) -> Any:
         """``[batch|1, 1, q_length]``, True for queries with a visible key; None if every query has one."""
-        q_length, kv_length = self.problem.q_length, self.problem.kv_length
+        q_length, kv_length = self.inputs.q_length, self.inputs.kv_length
         (first, last), (q_lengths, kv_lengths) = self.visible_keys(), self.lengths
         # By NumPy while tracing: a static band then adds nothing to the program where every query has a key.
         if q_lengths is None and kv_lengths is None:
@@ -206,9 +197,9 @@ class _Call:
         params: Fa4ForwardParams | Fa4BackwardParams,
     ) -> tuple[Any, ...]:
         """Calls ``function`` on arrays that lead with the batch."""
-        options = self.inputs.options
-        soft_cap = None if options.logits_soft_cap is None else float(options.logits_soft_cap)
-        scores = cute.Scores(float(options.softmax_scale), soft_cap, self.mask.left, self.mask.right)
+        cap = self.inputs.logits_soft_cap
+        soft_cap = None if cap is None else float(cap)
+        scores = cute.Scores(float(self.inputs.softmax_scale), soft_cap, self.mask.left, self.mask.right)
 
         def call(given: dict[str, Any]) -> tuple[Any, ...]:
             lengths = given.get("q_lengths"), given.get("kv_lengths")
@@ -216,4 +207,4 @@ class _Call:
             return tuple(function(**others, lengths=lengths, scores=scores, params=params))
 
         given = {name: array for name, array in arrays.items() if array is not None}
-        return over_batch(call, self.problem.batch, given, frozenset())
+        return over_batch(call, self.inputs.batch, given, frozenset())

@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Self
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.mask_terms import MaskParts
 from tilewright.kernels.flash_attention.operands import (
     min_lengths,
 )
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.hopper.limits import SHARED_BYTES
 from tilewright.kernels.masks import Mask
 from tilewright.ops.types import Direction
@@ -171,23 +171,23 @@ class Fa4Mask:
         )
 
 
-def computed_dims(problem: AttentionProblem, direction: Direction) -> tuple[int, int]:
+def computed_dims(inputs: AttentionInputs, direction: Direction) -> tuple[int, int]:
     """The head dims of keys and of values that the kernels compute with, padded with zeros.
 
     Accumulators of gradients have tiles of 32 columns, above 128 of 64; for other head dims the kernels' own rounding
     is inconsistent.
     """
-    widest = max(problem.head_dim, problem.value_dim)
+    widest = max(inputs.head_dim, inputs.value_dim)
     multiple = 8 if direction == "forward" else 32 if widest <= 128 else 64
-    head_dim, value_dim = (-(-dim // multiple) * multiple for dim in (problem.head_dim, problem.value_dim))
-    if 128 < head_dim <= 192 and value_dim <= 128 and (direction == "forward" or problem.groups == 1):
+    head_dim, value_dim = (-(-dim // multiple) * multiple for dim in (inputs.head_dim, inputs.value_dim))
+    if 128 < head_dim <= 192 and value_dim <= 128 and (direction == "forward" or inputs.groups == 1):
         return head_dim, 128  # the only pair of different head dims with tiles
     return (max(head_dim, value_dim),) * 2
 
 
-def forward_defaults(problem: AttentionProblem, mask: Fa4Mask) -> Fa4ForwardParams:
+def forward_defaults(inputs: AttentionInputs, mask: Fa4Mask) -> Fa4ForwardParams:
     """FlashAttention-4's own choice on Hopper."""
-    head_dim, value_dim = computed_dims(problem, "forward")
+    head_dim, value_dim = computed_dims(inputs, "forward")
     local = mask.left is not None or mask.right not in (None, 0)
     block_q, registers = 128, True
     if head_dim <= 64:
@@ -200,12 +200,12 @@ def forward_defaults(problem: AttentionProblem, mask: Fa4Mask) -> Fa4ForwardPara
         block_k = 96 if local else 128 if value_dim <= 128 else 112
     else:
         block_k = 64 if local else 80
-    return Fa4ForwardParams(block_q, block_k, 2, True, registers, problem.groups > 1)
+    return Fa4ForwardParams(block_q, block_k, 2, True, registers, inputs.groups > 1)
 
 
-def backward_defaults(problem: AttentionProblem, mask: Fa4Mask) -> Fa4BackwardParams:
+def backward_defaults(inputs: AttentionInputs, mask: Fa4Mask) -> Fa4BackwardParams:
     """FlashAttention-4's own choice on Hopper."""
-    head_dim, value_dim = computed_dims(problem, "backward")
+    head_dim, value_dim = computed_dims(inputs, "backward")
     narrow = Fa4BackwardParams(64, 128, 2, 2, 2, True, False, False, 1, 2, 1, 2, False)
     wide = Fa4BackwardParams(64, 96, 2, 1, 1, False, True, False, 1, 2, 1, 2, False)
     if head_dim <= 64:
@@ -281,12 +281,12 @@ def backward_params_reasons(params: Any, head_dim: int, value_dim: int, grouped:
     return reasons
 
 
-def forward_candidates(problem: AttentionProblem, mask: Fa4Mask) -> Iterator[Fa4ForwardParams]:
-    first = forward_defaults(problem, mask)
+def forward_candidates(inputs: AttentionInputs, mask: Fa4Mask) -> Iterator[Fa4ForwardParams]:
+    first = forward_defaults(inputs, mask)
     yield first
-    if problem.groups > 1:
+    if inputs.groups > 1:
         yield dataclasses.replace(first, pack_groups=False)
-    rows = problem.q_length * (problem.groups if problem.groups > 1 else 1)
+    rows = inputs.q_length * (inputs.groups if inputs.groups > 1 else 1)
     # Compiling each takes seconds, so only sizes near the package's own.
     own_block_k = first.block_k or 128
     near = sorted((128, 176, 144, 112, 96, 80, 64), key=lambda block_k: abs(block_k - own_block_k))[:3]
@@ -296,10 +296,10 @@ def forward_candidates(problem: AttentionProblem, mask: Fa4Mask) -> Iterator[Fa4
     yield dataclasses.replace(first, overlap=False)
 
 
-def backward_candidates(problem: AttentionProblem, mask: Fa4Mask) -> Iterator[Fa4BackwardParams]:
-    first = backward_defaults(problem, mask)
+def backward_candidates(inputs: AttentionInputs, mask: Fa4Mask) -> Iterator[Fa4BackwardParams]:
+    first = backward_defaults(inputs, mask)
     yield first
-    head_dim, _ = computed_dims(problem, "backward")
+    head_dim, _ = computed_dims(inputs, "backward")
     if head_dim <= 64:
         yield dataclasses.replace(first, block_q=64, d_query_groups_q=1)
         yield dataclasses.replace(first, block_q=64, d_query_groups_q=1, one_d_query_group=True)

@@ -26,11 +26,13 @@ from tilewright.kernels.flash_attention.hopper.d_query import (
     dq_accumulator_shape,
 )
 from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, delta_kernel
-from tilewright.kernels.flash_attention.hopper.dims import HEAD_DIMS, forward_dims, needs_panels, padded_dim
+from tilewright.kernels.flash_attention.hopper.dims import HEAD_DIMS, padded_dim
 from tilewright.kernels.flash_attention.hopper.forward import forward_kernel, heads_at_once
 from tilewright.kernels.flash_attention.hopper.heuristics import (
     forward_candidates,
+    forward_dims_of,
     group_parts,
+    has_panels,
     narrow_backward_candidates,
     wide_backward_candidates,
 )
@@ -53,7 +55,6 @@ from tilewright.kernels.flash_attention.hopper.wide.plans import WideBackwardPla
 from tilewright.kernels.flash_attention.hopper.wide.query import wide_query_kernel
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.masking import split_mask
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import (
     Results,
     empty_backward,
@@ -69,7 +70,8 @@ from tilewright.kernels.hopper.softmax import LOG2E
 from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.masks import Mask
 from tilewright.kernels.numerics.softmax import sinks_lse
-from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.op.sharding import unvarying
 from tilewright.ops.types import Device, Direction
@@ -88,20 +90,32 @@ def aligned(array: jax.Array) -> Any:
 type Plan = ForwardPlan | BackwardPlan | WideBackwardPlan
 
 
-def plan_of(
-    params: HopperForwardParams | BackwardParams,
-    head_dim: int,
-    value_dim: int,
-    dtype: DTypeLike,
-    bias_gradient: AnyBiasGradient | None = None,
-    panelled: bool = False,
-    bias_dtype: DTypeLike | None = None,
-) -> Plan:
-    """The shared memory and rings of a CTA with these params, at padded head dims.
+def plan_of(inputs: AttentionInputs, params: HopperForwardParams | BackwardParams) -> Plan:
+    """The shared memory and rings of a CTA with these params; of arrays only shapes and dtypes are read.
 
     Raises:
       ValueError: the params do not fit the head dims or the device.
     """
+    direction: Direction = "forward" if isinstance(params, HopperForwardParams) else "backward"
+    dims = padded_dim(inputs.head_dim), padded_dim(inputs.value_dim)
+    if isinstance(params, HopperForwardParams):
+        dims = forward_dims_of(inputs)
+    bias_dtype = staged_dtype(inputs.bias, direction)
+    return _plan(params, *dims, inputs.dtype, bias_gradient_of(inputs, params), has_panels(inputs), bias_dtype)
+
+
+# Cached, since selection asks for the plan that the kernels are traced with, and adding up its bytes builds all rings.
+@functools.cache
+def _plan(
+    params: HopperForwardParams | BackwardParams,
+    head_dim: int,
+    value_dim: int,
+    dtype: DTypeLike,
+    bias_gradient: AnyBiasGradient | None,
+    panelled: bool,
+    bias_dtype: DTypeLike | None,
+) -> Plan:
+    """The plan at padded head dims; errors as in ``plan_of``."""
     wide = max(head_dim, value_dim) > NARROW_DIM
     plan: Plan
     if isinstance(params, HopperForwardParams):
@@ -133,89 +147,75 @@ def are_listed(params: BackwardParams, mask: Mask | None) -> bool:
     return params.deterministic and split_mask(mask)[1] is None
 
 
-def bias_gradient_of(
-    bias: jax.Array | jax.ShapeDtypeStruct | None,
-    scores: tuple[int, int, int, int],
-    params: HopperForwardParams | BackwardParams,
-) -> BiasGradient | None:
-    """The layout of the gradient of a bias, which is an array or its shape; None in the forward pass."""
-    if bias is None or not isinstance(params, BackwardParams):
+def bias_gradient_of(inputs: AttentionInputs, params: HopperForwardParams | BackwardParams) -> AnyBiasGradient | None:
+    """The layout of the gradient of a call's bias; None without one, and in the forward pass."""
+    if not isinstance(params, BackwardParams):
+        return None
+    if inputs.position_bias is not None:
+        bias_of_positions = inputs.differentiated_position_bias
+        positions = PositionOptions.of(bias_of_positions, split_mask(inputs.mask)[0], 0)
+        return position_gradient_of(bias_of_positions, positions, inputs.score_shape, params.deterministic)
+    bias = inputs.differentiated_bias
+    if bias is None:
         return None
     tile_queries = ROWS // 2 if isinstance(params, WideBackwardParams) else ROWS
-    return BiasGradient(tuple(bias.shape), bias.dtype, scores, params.deterministic, tile_queries)
+    return BiasGradient(tuple(bias.shape), bias.dtype, inputs.score_shape, params.deterministic, tile_queries)
 
 
-def plan_of_problem(problem: AttentionProblem, params: HopperForwardParams | BackwardParams) -> Plan:
-    """The plan of a call, by its sizes; errors as in ``plan_of``."""
-    dims = padded_dim(problem.head_dim), padded_dim(problem.value_dim)
-    panelled = needs_panels(problem.q_length, problem.kv_length, problem.head_dim, problem.value_dim)
-    if isinstance(params, HopperForwardParams):
-        dims = forward_dims(problem.head_dim, problem.value_dim, panelled)
-    bias_gradient = bias_gradient_of(problem.bias, problem.score_shape, params)
-    direction: Direction = "forward" if isinstance(params, HopperForwardParams) else "backward"
-    bias_dtype = staged_dtype(problem.bias, direction)
-    return plan_of(params, *dims, problem.dtype, bias_gradient, panelled, bias_dtype)
-
-
-class PallasGpuFlashAttention(
-    Implementation[AttentionInputs, AttentionProblem, Results, HopperForwardParams, BackwardParams]
-):
+class PallasGpuFlashAttention(Implementation[AttentionInputs, Results, HopperForwardParams, BackwardParams]):
     """Serves float16 and bfloat16 of head dims up to 256 on compute capability 9.0."""
 
     platform: ClassVar[Platform] = Platform.PALLAS
     keeps_lowering: ClassVar[bool] = True
-    algorithm: ClassVar[str | None] = None
+    serves: ClassVar[frozenset[str]] = frozenset(
+        {"bias", "position_bias", "mask", "softmax_aux", "dropout_seed", "dropout_prob", "logits_soft_cap", "precision"}
+    )
     forward_params: ClassVar[type] = HopperForwardParams
     backward_params: ClassVar[type] = BackwardParams
 
-    def not_supported_reasons(self, problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
-        reasons = device_reasons(device) + dtype_reasons(problem)
-        if max(problem.head_dim, problem.value_dim) > HEAD_DIMS[-1]:
-            reasons.append(f"head dims go to {HEAD_DIMS[-1]}, got {problem.head_dim=}, {problem.value_dim=}")
-        if problem.bias is not None and problem.bias.dtype == np.float64:
+    def reasons(self, inputs: AttentionInputs, device: Device, direction: Direction) -> list[str]:
+        reasons = device_reasons(device) + dtype_reasons(inputs)
+        if max(inputs.head_dim, inputs.value_dim) > HEAD_DIMS[-1]:
+            reasons.append(f"head dims go to {HEAD_DIMS[-1]}, got {inputs.head_dim=}, {inputs.value_dim=}")
+        if inputs.bias is not None and inputs.bias.dtype == np.float64:
             reasons.append("a bias is added in float32, got float64")
-        reasons += position_bias_reasons(problem.position_bias, problem.options.softmax_scale)
+        reasons += position_bias_reasons(inputs.position_bias, inputs.softmax_scale)
         return reasons
 
-    def heuristic(
-        self, problem: AttentionProblem, device: Device, direction: Direction
-    ) -> HopperForwardParams | BackwardParams:
-        return next(iter(self.candidates(problem, device, direction)))
-
     def candidates(
-        self, problem: AttentionProblem, device: Device, direction: Direction
+        self, inputs: AttentionInputs, device: Device, direction: Direction
     ) -> list[HopperForwardParams | BackwardParams]:
-        widest = max(padded_dim(problem.head_dim), padded_dim(problem.value_dim))
+        widest = max(padded_dim(inputs.head_dim), padded_dim(inputs.value_dim))
         if direction == "forward":
-            return [*forward_candidates(problem, widest, num_sms(device))]
+            return [*forward_candidates(inputs, widest, num_sms(device))]
         if widest <= NARROW_DIM:
-            return [*narrow_backward_candidates(problem, widest)]
-        wide = wide_backward_candidates(problem)
-        return [params for params in wide if not self.config_reasons(problem, device, direction, params)]
+            return [*narrow_backward_candidates(inputs, widest)]
+        wide = wide_backward_candidates(inputs)
+        return [params for params in wide if not self.config_reasons(inputs, device, direction, params)]
 
     def config_reasons(
         self,
-        problem: AttentionProblem,
+        inputs: AttentionInputs,
         device: Device,
         direction: Direction,
         params: HopperForwardParams | BackwardParams,
     ) -> list[str]:
         try:
-            plan_of_problem(problem, params)
+            plan_of(inputs, params)
         except ValueError as error:
             return [str(error)]
         return []
 
     def footprints(
         self,
-        problem: AttentionProblem,
+        inputs: AttentionInputs,
         device: Device,
         direction: Direction,
         params: HopperForwardParams | BackwardParams,
     ) -> list[Footprint]:
-        plan = plan_of_problem(problem, params)
-        by_queries = functools.partial(_tiles, problem.q_length, matrices=problem.batch * problem.heads)
-        by_keys = functools.partial(_tiles, problem.kv_length, matrices=problem.batch * problem.kv_heads)
+        plan = plan_of(inputs, params)
+        by_queries = functools.partial(_tiles, inputs.q_length, matrices=inputs.batch * inputs.heads)
+        by_keys = functools.partial(_tiles, inputs.kv_length, matrices=inputs.batch * inputs.kv_heads)
         persistent = num_sms(device)
         if isinstance(params, HopperForwardParams):
             blocks = by_queries(params.block_q)
@@ -224,15 +224,15 @@ class PallasGpuFlashAttention(
         threads = 3 * WARPGROUP_THREADS
         if isinstance(params, HopperBackwardParams):
             assert isinstance(plan, BackwardPlan)
-            fused, group = not params.deterministic, group_parts(problem, plan, persistent)
+            fused, group = not params.deterministic, group_parts(inputs, plan, persistent)
             plan = dataclasses.replace(plan, partial_gradients=group.parts > 1)
             blocks = min(by_keys(params.block_k) * group.parts, persistent)
             key_value = Footprint(blocks, threads + fused * WARPGROUP_THREADS, plan.shared_bytes)
             return [key_value] if fused else [key_value, Footprint(min(by_queries(128), persistent), threads)]
         assert isinstance(params, WideBackwardParams)
         assert isinstance(plan, WideBackwardPlan)
-        blocks = by_keys(params.block_k) * group_parts(problem, plan, persistent).parts
-        blocks = min(blocks, persistent) if are_listed(params, problem.mask) else blocks
+        blocks = by_keys(params.block_k) * group_parts(inputs, plan, persistent).parts
+        blocks = min(blocks, persistent) if are_listed(params, inputs.mask) else blocks
         key_value = Footprint(blocks, threads, plan.shared_bytes)
         if not params.deterministic:
             return [key_value]
@@ -242,14 +242,9 @@ class PallasGpuFlashAttention(
         """``(out, lse)``."""
         if inputs.is_empty:
             return empty_forward(inputs)
-        q_length, head_dim = inputs.query.shape[1], inputs.query.shape[3]
-        kv_length, value_dim = inputs.value.shape[1], inputs.value.shape[3]
-        panelled = needs_panels(q_length, kv_length, head_dim, value_dim)
-        dims = forward_dims(head_dim, value_dim, panelled)
-        bias_dtype = staged_dtype(inputs.bias, "forward")
-        plan = plan_of(params, *dims, inputs.query.dtype, panelled=panelled, bias_dtype=bias_dtype)
+        plan = plan_of(inputs, params)
         assert isinstance(plan, ForwardPlan)
-        extent = Extent(q_length, kv_length, params.block_q, params.block_k)
+        extent = Extent(inputs.q_length, inputs.kv_length, params.block_q, params.block_k)
         schedule, tables = plan_schedule(inputs.mask, extent, transposed=False, masked_rows=False, masked_columns=True)
         options, arrays = prepare_scores(
             inputs, extent.row_tiles * params.block_q, extent.column_tiles * params.block_k, plan.stages_bias
@@ -266,7 +261,7 @@ class PallasGpuFlashAttention(
             plan=plan,
             num_sms=num_sms(current_device()),
         )
-        return out[..., :value_dim], lse[..., :q_length]
+        return out[..., : inputs.value_dim], lse[..., : inputs.q_length]
 
     def backward(
         self,
@@ -280,21 +275,13 @@ class PallasGpuFlashAttention(
             return empty_backward(inputs, *results, *cotangents)
         batch, q_length, heads, head_dim = inputs.query.shape
         kv_length, kv_heads, value_dim = inputs.value.shape[1:]
-        dims = padded_dim(head_dim), padded_dim(value_dim)
-        scores = batch, heads, q_length, kv_length
-        bias_gradient: AnyBiasGradient | None = bias_gradient_of(inputs.differentiated_bias, scores, params)
-        if inputs.position_bias is not None:
-            band, bias = split_mask(inputs.mask)[0], inputs.differentiated_position_bias
-            positions = PositionOptions.of(bias, band, 0)
-            bias_gradient = position_gradient_of(bias, positions, scores, params.deterministic)
-        panelled = needs_panels(q_length, kv_length, head_dim, value_dim)
-        bias_dtype = staged_dtype(inputs.bias, "backward")
-        plan = plan_of(params, *dims, inputs.query.dtype, bias_gradient, panelled, bias_dtype)
+        plan = plan_of(inputs, params)
         assert isinstance(plan, BackwardPlan | WideBackwardPlan)
-        group = group_parts(AttentionProblem.of(inputs), plan, num_sms(current_device()))
+        dims, panelled, bias_gradient = (plan.head_dim, plan.value_dim), plan.panelled, plan.bias_gradient
+        group = group_parts(inputs, plan, num_sms(current_device()))
         if isinstance(plan, BackwardPlan):
             plan = dataclasses.replace(plan, partial_gradients=group.parts > 1)
-        bias_dtype = bias_dtype if plan.stages_bias else None
+        bias_dtype = plan.bias_dtype if plan.stages_bias else None
         query, key, value, d_out = map(aligned, (inputs.query, inputs.key, inputs.value, cotangents[0]))
         # To whole tiles of all kernels: 128 queries and 128 keys are the largest.
         q_padded, kv_padded = -(-q_length // 128) * 128, -(-kv_length // 128) * 128

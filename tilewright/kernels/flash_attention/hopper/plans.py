@@ -1,6 +1,7 @@
 """The shared memory of the kernels on Hopper: their rings, tiles and bytes, from params and padded head dims."""
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ class ForwardScratch[R, M](NamedTuple):
     out: M | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class ForwardPlan:
     """The shared memory of the forward kernel; ``head_dim`` and ``value_dim`` are padded ones.
 
@@ -64,16 +65,16 @@ class ForwardPlan:
     panelled: bool = False
     bias_dtype: DTypeLike | None = None
 
-    @property
+    @functools.cached_property
     def queries(self) -> RingPlan:
         return self._queries(self.query_stages)
 
-    @property
+    @functools.cached_property
     def keys(self) -> RingPlan:
         tile = self._tile(self.params.block_k, self.head_dim)
         return RingPlan(tile, self.params.num_stages, self.params.consumers)
 
-    @property
+    @functools.cached_property
     def values(self) -> RingPlan:
         params = self.params
         # PV contracts over keys, in steps of the swizzle's width: narrower for odd tile sizes, but not over panels.
@@ -97,17 +98,17 @@ class ForwardPlan:
             out=self.output.stack() if self.own_output else None,
         )
 
-    @property
+    @functools.cached_property
     def output(self) -> SharedTile:
         """Buffer of the output before its TMA store, if that does not reuse Q's."""
         return self._tile(self.params.block_q, self.value_dim)
 
-    @property
+    @functools.cached_property
     def stages_bias(self) -> bool:
         """True if the bias passes through shared memory, where a stage for each consumer fits."""
         return self.bias_dtype is not None and self._bytes(1, self.head_dim != self.value_dim, 1) <= SHARED_BYTES
 
-    @property
+    @functools.cached_property
     def bias(self) -> RingPlan | None:
         """The ring of the bias, with two stages for each consumer where they cost nothing else its memory."""
         stages = self._bias_stages
@@ -115,7 +116,7 @@ class ForwardPlan:
             stages = 2
         return self._bias(stages)
 
-    @property
+    @functools.cached_property
     def _bias_stages(self) -> int:
         return 1 if self.stages_bias else 0
 
@@ -124,23 +125,23 @@ class ForwardPlan:
             return None
         return bias_ring(ROWS, self.params.block_k, self.bias_dtype, stages, self.params.consumers)
 
-    @property
+    @functools.cached_property
     def ahead(self) -> bool:
         """True if the first step of the next item is computed before the output of an item is stored."""
         return self.params.ahead and self.query_stages == 2
 
-    @property
+    @functools.cached_property
     def query_stages(self) -> int:
         """Stages of Q: a second one, for the next item, where it fits beside a buffer for the output."""
         # A kernel with one item for each CTA has no next Q to load.
         return 2 if self.params.persistent and self._bytes(2, True, self._bias_stages) <= SHARED_BYTES else 1
 
-    @property
+    @functools.cached_property
     def own_output(self) -> bool:
         """True if the output has a buffer of its own; else it reuses Q's, which has its shape."""
         return self._bytes(1, True, self._bias_stages) <= SHARED_BYTES or self.head_dim != self.value_dim
 
-    @property
+    @functools.cached_property
     def shared_bytes(self) -> int:
         bias = self.bias
         return self._bytes(self.query_stages, self.own_output, 0) + (0 if bias is None else bias.shared_bytes)
@@ -229,7 +230,7 @@ class BackwardMemory(NamedTuple):
     shares_d_bias: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class BackwardPlan:
     """The shared memory and the registers of the kernel for dK and dV.
 
@@ -248,7 +249,7 @@ class BackwardPlan:
     partial_gradients: bool = False
     bias_dtype: DTypeLike | None = None
 
-    @property
+    @functools.cached_property
     def memory(self) -> BackwardMemory:
         """The first of the ways to divide shared memory that fits, else the last."""
         for memory in self._memories[:-1]:
@@ -256,7 +257,7 @@ class BackwardPlan:
                 return memory
         return self._memories[-1]
 
-    @property
+    @functools.cached_property
     def _memories(self) -> list[BackwardMemory]:
         """Ways to divide shared memory, best first."""
         parts = (1 + self.partial_gradients) * (1 + (max(self.head_dim, self.value_dim) > NARROW_DIM))
@@ -274,7 +275,7 @@ class BackwardPlan:
             found.append(found[-1]._replace(ds_stages=1))
         return found
 
-    @property
+    @functools.cached_property
     def _may_share_d_bias(self) -> bool:
         """True if gradients may pass through the buffer of the gradient of the bias, in parts of 64 columns."""
         gradient = self.bias_gradient
@@ -284,11 +285,11 @@ class BackwardPlan:
         whole = self.head_dim % ROWS == 0 and self.value_dim % ROWS == 0
         return whole and jnp.dtype(gradient.dtype) == jnp.dtype(self.dtype)
 
-    @property
+    @functools.cached_property
     def stages_bias(self) -> bool:
         return self.memory.stages_bias
 
-    @property
+    @functools.cached_property
     def bias_ring(self) -> RingPlan | None:
         return self._bias_ring(self.memory)
 
@@ -297,12 +298,12 @@ class BackwardPlan:
             return None
         return bias_ring(self.params.block_q, ROWS, self.bias_dtype, 1, CONSUMERS)
 
-    @property
+    @functools.cached_property
     def stores_from_registers(self) -> bool:
         """True if dK and dV have no buffer, so that TMA cannot clip them: they are stored as whole tiles."""
         return not self.memory.output_parts and not self.memory.shares_d_bias
 
-    @property
+    @functools.cached_property
     def reason(self) -> str:
         """Reason why a warpgroup's registers do not hold both dK and dV; empty if they do."""
         if max(self.head_dim, self.value_dim) <= NARROW_DIM:
@@ -313,7 +314,7 @@ class BackwardPlan:
             return f"has no registers: beyond head dim {NARROW_DIM} it takes {ROWS} queries, and dQ a kernel of its own"
         return ""
 
-    @property
+    @functools.cached_property
     def gradient_dtype(self) -> DTypeLike:
         """The dtype of dK and dV in global memory: float32 where they are parts of a sum."""
         return jnp.float32 if self.partial_gradients else self.dtype
@@ -324,37 +325,37 @@ class BackwardPlan:
     def _ring(self, rows: int, columns: int, stages: int) -> RingPlan:
         return RingPlan(self._tile(rows, columns), stages, CONSUMERS)
 
-    @property
+    @functools.cached_property
     def has_dq_warpgroup(self) -> bool:
         """True if dQ is computed here, by a warpgroup of its own, and added in global memory."""
         return not self.params.deterministic
 
-    @property
+    @functools.cached_property
     def k_ring(self) -> RingPlan:
         tile = self._tile(self.params.block_k, self.head_dim)
         # The dQ warpgroup reads K, too: dQ = dSᵀ·K.
         return RingPlan(tile, 1, CONSUMERS + self.has_dq_warpgroup)
 
-    @property
+    @functools.cached_property
     def v_ring(self) -> RingPlan:
         # One stage, as for K: both are released before dK and dV are stored, and those of the next item arrive
         # meanwhile.
         return self._ring(self.params.block_k, self.value_dim, 1)
 
-    @property
+    @functools.cached_property
     def q_ring(self) -> RingPlan:
         return self._ring(self.params.block_q, self.head_dim, self.params.num_stages)
 
-    @property
+    @functools.cached_property
     def d_out_ring(self) -> RingPlan:
         return self._ring(self.params.block_q, self.value_dim, self.params.num_stages)
 
-    @property
+    @functools.cached_property
     def statistics_ring(self) -> RingPlan:
         # Both rows in one copy, without a swizzle: threads read them, wgmma does not.
         return RingPlan(SharedTile((2, self.params.block_q), jnp.float32, 0), self.params.num_stages, CONSUMERS)
 
-    @property
+    @functools.cached_property
     def ds_ring(self) -> RingPlan:
         return self._ds_ring(self.memory.ds_stages)
 
@@ -364,16 +365,16 @@ class BackwardPlan:
         # Two stages: consumers store the next dS while the dQ warpgroup reads one.
         return RingPlan(SharedTile(shape, self.dtype, self.q_ring.tile.swizzle), stages, 1, CONSUMERS)
 
-    @property
+    @functools.cached_property
     def counter_ring(self) -> RingPlan:
         return RingPlan(SharedTile((ROW // 2,), jnp.float32), 1, 1)
 
-    @property
+    @functools.cached_property
     def may_overlap_conversion(self) -> bool:
         """True if the dQ warpgroup may convert the dQ accumulator of heads that are complete."""
         return self.head_dim <= MAX_OVERLAPPED_DIM and self.has_dq_warpgroup
 
-    @property
+    @functools.cached_property
     def dq_mma_tiles(self) -> list[DqMmaTile]:
         """The MMAs for a step's dQ, with accumulators of 32 registers at most."""
         return [
@@ -383,13 +384,13 @@ class BackwardPlan:
             for column in range(0, self.head_dim, 64)
         ]
 
-    @property
+    @functools.cached_property
     def registers(self) -> RegisterSplit:
         """Registers of the warpgroup roles."""
         # 208 + 208 + 72 + 24 = 512: what four warpgroups start with. More would block setmaxnreg for ever.
         return DQ_REGISTERS if self.has_dq_warpgroup else REGISTERS[CONSUMERS]
 
-    @property
+    @functools.cached_property
     def overlaps_next_s(self) -> bool:
         """True if S of the next step is computed beside dK, so that every MMA has another one beside it.
 
@@ -399,11 +400,11 @@ class BackwardPlan:
         few = self.head_dim + self.value_dim <= 2 * NARROW_DIM
         return self.params.block_q == ROWS and self.params.num_stages > 1 and few
 
-    @property
+    @functools.cached_property
     def dq_staging_shape(self) -> tuple[int, int, int]:
         return self.head_dim // STRIP, self.params.block_q, STRIP
 
-    @property
+    @functools.cached_property
     def output_tiles(self) -> tuple[SharedTile, ...]:
         """Buffers of a consumer for dV and dK: one after the other in one buffer if they have the same shape.
 
@@ -437,7 +438,7 @@ class BackwardPlan:
             dq=plgpu.SMEM(self.dq_staging_shape, jnp.float32) if self.has_dq_warpgroup else None,
         )
 
-    @property
+    @functools.cached_property
     def shared_bytes(self) -> int:
         return self._bytes(self.memory)
 

@@ -165,10 +165,10 @@ def prepare_scores(
         q_length,
         kv_length,
         band,
-        inputs.options.softmax_scale,
-        inputs.options.logits_soft_cap,
+        inputs.softmax_scale,
+        inputs.logits_soft_cap,
         inputs.bias is not None,
-        inputs.options.dropout_prob,
+        inputs.drawn_dropout,
         kv_padded != kv_length,
         PositionOptions.of(inputs.position_bias, band, q_padded),
     )

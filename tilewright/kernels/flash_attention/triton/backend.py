@@ -15,13 +15,13 @@ from tilewright.kernels.flash_attention.operands import (
     bias_gradient,
     with_positive_scale,
 )
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward, row_terms, sinks_gradient
 from tilewright.kernels.flash_attention.triton.call import TritonCall
 from tilewright.kernels.flash_attention.triton.configs import listed_params, padded_dim, smallest_params
 from tilewright.kernels.flash_attention.triton.params import TritonBackwardParams, TritonForwardParams
 from tilewright.kernels.numerics.softmax import sinks_lse
-from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import max_shared_bytes
 from tilewright.kernels.triton import unavailable
 from tilewright.ops.types import Device, Direction
@@ -35,52 +35,49 @@ MIN_SHARED_BYTES = 99 << 10
 """Shared memory that a block may have on every compute capability from 8.0 on."""
 
 
-class TritonFlashAttention(
-    Implementation[AttentionInputs, AttentionProblem, Results, TritonForwardParams, TritonBackwardParams]
-):
-    """Serves float32, float16 and bfloat16 of head dims to 256, and every option, on compute capability 8.0 and up."""
+class TritonFlashAttention(Implementation[AttentionInputs, Results, TritonForwardParams, TritonBackwardParams]):
+    """Serves float32, float16 and bfloat16 of head dims to 256 on compute capability 8.0 and up.
+
+    A bias of positions is the one option that it does not serve.
+    """
 
     platform: ClassVar[Platform] = Platform.TRITON
-    algorithm: ClassVar[str | None] = None
     forward_params: ClassVar[type] = TritonForwardParams
     backward_params: ClassVar[type] = TritonBackwardParams
     late_import: ClassVar[str] = "triton"
+    serves: ClassVar[frozenset[str]] = frozenset(
+        {"bias", "mask", "softmax_aux", "dropout_seed", "dropout_prob", "logits_soft_cap", "precision"}
+    )
 
-    def not_supported_reasons(self, problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
+    def reasons(self, inputs: AttentionInputs, device: Device, direction: Direction) -> list[str]:
         reasons = unavailable(device)
-        if problem.dtype not in DTYPES:
-            reasons.append(f"computes in float32, float16 or bfloat16, got {problem.dtype=}")
-        if max(problem.head_dim, problem.value_dim) > MAX_HEAD_DIM:
-            reasons.append(f"head dims go to {MAX_HEAD_DIM}, got {problem.head_dim=}, {problem.value_dim=}")
-        if problem.bias is not None and problem.bias.dtype == np.float64:
+        if inputs.dtype not in DTYPES:
+            reasons.append(f"computes in float32, float16 or bfloat16, got {inputs.dtype=}")
+        if max(inputs.head_dim, inputs.value_dim) > MAX_HEAD_DIM:
+            reasons.append(f"head dims go to {MAX_HEAD_DIM}, got {inputs.head_dim=}, {inputs.value_dim=}")
+        if inputs.bias is not None and inputs.bias.dtype == np.float64:
             reasons.append("a bias is added in float32, got float64")
-        reasons += problem.position_bias_reasons
-        widest, longest = max(problem.head_dim, problem.value_dim), max(problem.q_length, problem.kv_length)
-        if problem.heads * widest * longest >= INT32_LIMIT:
-            reasons.append(f"elements of a sequence must be counted by 32 bits, got {problem.score_shape=}, {widest=}")
+        widest, longest = max(inputs.head_dim, inputs.value_dim), max(inputs.q_length, inputs.kv_length)
+        if inputs.heads * widest * longest >= INT32_LIMIT:
+            reasons.append(f"elements of a sequence must be counted by 32 bits, got {inputs.score_shape=}, {widest=}")
         return reasons
 
-    def heuristic(
-        self, problem: AttentionProblem, device: Device, direction: Direction
-    ) -> TritonForwardParams | TritonBackwardParams:
-        return self.candidates(problem, device, direction)[0]
-
     def candidates(
-        self, problem: AttentionProblem, device: Device, direction: Direction
+        self, inputs: AttentionInputs, device: Device, direction: Direction
     ) -> list[TritonForwardParams | TritonBackwardParams]:
         """Params listed for the head dims that fit into a block's shared memory; the smallest if none does."""
-        listed = listed_params(problem, device, direction)
-        fitting = [params for params in listed if not self.config_reasons(problem, device, direction, params)]
+        listed = listed_params(inputs, device, direction)
+        fitting = [params for params in listed if not self.config_reasons(inputs, device, direction, params)]
         return fitting or [smallest_params(direction)]
 
     def config_reasons(
         self,
-        problem: AttentionProblem,
+        inputs: AttentionInputs,
         device: Device,
         direction: Direction,
         params: TritonForwardParams | TritonBackwardParams,
     ) -> list[str]:
-        dims, itemsize = padded_dim(problem.head_dim) + padded_dim(problem.value_dim), problem.dtype.itemsize
+        dims, itemsize = padded_dim(inputs.head_dim) + padded_dim(inputs.value_dim), inputs.dtype.itemsize
         if isinstance(params, TritonForwardParams):
             # Q stays in shared memory for float32 MMAs. For 16-bit ones it is there only until it is in registers, and
             # counts half.
@@ -93,7 +90,7 @@ class TritonFlashAttention(
                 tiles = params.query
                 needed["query"] = tiles.shared_bytes(tiles.block_q, tiles.block_k, dims, itemsize)
             elif tiles.tma:  # the float32 tile of dQ, which TMA adds from shared memory
-                needed["key_value"] += 4 * tiles.block_q * padded_dim(problem.head_dim)
+                needed["key_value"] += 4 * tiles.block_q * padded_dim(inputs.head_dim)
         available = max_shared_bytes(device, MIN_SHARED_BYTES)
         return [
             f"{getattr(params, name)} takes about {size} bytes of shared memory at head dims of {dims} together; "
@@ -126,7 +123,7 @@ class TritonFlashAttention(
         """Gradients for query, key, value, bias and softmax_aux, from any backend's ``(out, lse)``."""
         if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
-        negative_scale, inputs = inputs.options.softmax_scale < 0, with_positive_scale(inputs)
+        negative_scale, inputs = inputs.softmax_scale < 0, with_positive_scale(inputs)
         call, (out, lse), (d_out, d_lse) = TritonCall.of(inputs), results, cotangents
         arrays = backward_arrays(inputs, results, cotangents) | score_arrays(inputs, backward=True)
         d_query, d_key, d_value, *rest = call.run(functools.partial(call.backward, params), arrays)

@@ -12,7 +12,6 @@ from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.mask_terms import MaskParts
 from tilewright.kernels.flash_attention.masking import FAR, Band
 from tilewright.kernels.flash_attention.operands import needs_exact_matmuls, over_batch
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.triton.configs import has_tma, padded_dim
 from tilewright.kernels.flash_attention.triton.params import Tiles, TritonBackwardParams, TritonForwardParams
 from tilewright.kernels.numerics.dropout import keep_threshold
@@ -37,60 +36,64 @@ _ABSENT_DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class TritonCall:
-    """Problem and mask of a call: all that kernels are compiled for but the shapes of optional arrays."""
+    """The sizes, options and mask of a call: all that kernels are compiled for but the shapes of optional arrays.
 
-    problem: AttentionProblem
+    Attributes:
+      inputs: with ``ShapeDtypeStruct`` in place of arrays.
+    """
+
+    inputs: AttentionInputs
     parts: MaskParts
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> "TritonCall":
-        problem = AttentionProblem.of(inputs)
-        return cls(problem, MaskParts.of(problem.mask))
+        structs = inputs.structs
+        return cls(structs, MaskParts.of(structs.mask))
 
     def run(self, function: Callable[[dict[str, Any]], tuple[Any, ...]], arrays: Mapping[str, Any]) -> tuple[Any, ...]:
         """``function`` of the arrays that are not None; ``vmap`` enlarges their batch."""
         given = {name: array for name, array in arrays.items() if array is not None}
-        return over_batch(function, self.problem.batch, given, _SHARED)
+        return over_batch(function, self.inputs.batch, given, _SHARED)
 
     def forward(self, params: TritonForwardParams, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
-        """``(out, lse)`` of arrays whose batch may be larger than the problem's."""
+        """``(out, lse)`` of arrays whose batch may be larger than the call's."""
         from tilewright.kernels.flash_attention.triton.forward import attention_forward
 
-        problem, tiles = self.problem, params.tiles
-        batch, (heads, q_length) = arrays["query"].shape[0], (problem.heads, problem.q_length)
+        inputs, tiles = self.inputs, params.tiles
+        batch, (heads, q_length) = arrays["query"].shape[0], (inputs.heads, inputs.q_length)
         given = dict(arrays)
         if "sinks" in given:
             # One for each head and batch element: the kernel indexes them by both at once.
             given["sinks"] = jnp.broadcast_to(given["sinks"], (batch, heads))
         names = ("query", "key", "value", "bias", "q_rows", "kv_rows", "mask", "key_ranges", "sinks", "dropout_keys")
         outputs = [
-            jax.ShapeDtypeStruct((batch, q_length, heads, problem.value_dim), problem.dtype),
+            jax.ShapeDtypeStruct((batch, q_length, heads, inputs.value_dim), inputs.dtype),
             jax.ShapeDtypeStruct((batch, heads, q_length), np.float32),
         ]
-        constants = self._constants(arrays, "key_ranges", tiles, batch * heads, problem.groups)
+        constants = self._constants(arrays, "key_ranges", tiles, batch * heads, inputs.groups)
         constants |= {"SINKS": "sinks" in given} | self._by_queries(arrays, tiles)
         return self._launch(attention_forward, given, names, outputs, _cdiv(q_length, tiles.block_q), constants, tiles)
 
     def backward(self, params: TritonBackwardParams, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
         """``(d_query, d_key, d_value)``, and float32 dS [batch, heads, q_length, kv_length] if there is a bias."""
-        problem, batch = self.problem, arrays["query"].shape[0]
+        inputs, batch = self.inputs, arrays["query"].shape[0]
         given = dict(arrays)
         given["delta"], given["lse_log2"] = self._row_terms(given, batch)
         # Stand-ins for pointers that a kernel has, and does not follow unless they are replaced below.
         given["d_bias"] = given["d_query"] = jnp.zeros((0,), np.float32)
         if "bias" in given:
             # Zeros: tiles without a visible score are never written.
-            given["d_bias"] = jnp.zeros((batch, *problem.score_shape[1:]), np.float32)
+            given["d_bias"] = jnp.zeros((batch, *inputs.score_shape[1:]), np.float32)
         if params.deterministic:
             d_key, d_value = self._key_value_gradients(params.key_value, given, ())
             d_query, *d_bias = self._query_gradients(params.query, given)
             return d_query, d_key, d_value, *d_bias
         # Transposed, as the kernel computes dQ, with rows of whole 16 bytes for TMA.
-        shape = batch, problem.heads, problem.head_dim, _padded_length(problem.q_length)
+        shape = batch, inputs.heads, inputs.head_dim, _padded_length(inputs.q_length)
         given["d_query"] = jnp.zeros(shape, np.float32)
         updated = ("d_query", "d_bias") if "bias" in given else ("d_query",)
         d_key, d_value, accumulator, *d_bias = self._key_value_gradients(params.key_value, given, updated)
-        d_query = (accumulator * problem.options.softmax_scale).astype(problem.dtype)[..., : problem.q_length]
+        d_query = (accumulator * inputs.softmax_scale).astype(inputs.dtype)[..., : inputs.q_length]
         return d_query.transpose(0, 3, 1, 2), d_key, d_value, *d_bias
 
     def _key_value_gradients(
@@ -99,27 +102,27 @@ class TritonCall:
         """``(d_key, d_value)``, then the ``updated`` arrays; if there are any, dQ is computed as well (``FUSED``)."""
         from tilewright.kernels.flash_attention.triton.backward import attention_key_value_gradients
 
-        problem = self.problem
-        outputs = [jax.ShapeDtypeStruct(arrays[name].shape, problem.dtype) for name in ("key", "value")]
-        constants = self._constants(arrays, "query_ranges", tiles, arrays["query"].shape[0] * problem.kv_heads, 1)
+        inputs = self.inputs
+        outputs = [jax.ShapeDtypeStruct(arrays[name].shape, inputs.dtype) for name in ("key", "value")]
+        constants = self._constants(arrays, "query_ranges", tiles, arrays["query"].shape[0] * inputs.kv_heads, 1)
         constants |= self._by_keys(arrays, tiles, fused=bool(updated))
         return self._launch(
             attention_key_value_gradients, arrays,
             (*_BACKWARD_INPUTS, "query_ranges", "dropout_keys", "d_query", "d_bias"), outputs,
-            _cdiv(problem.kv_length, tiles.block_k), constants, tiles, problem.kv_heads, updated,
+            _cdiv(inputs.kv_length, tiles.block_k), constants, tiles, inputs.kv_heads, updated,
         )  # fmt: skip
 
     def _query_gradients(self, tiles: Tiles, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
         """``d_query``, and ``d_bias`` if there is a bias."""
         from tilewright.kernels.flash_attention.triton.backward import attention_query_gradients
 
-        problem = self.problem
+        inputs = self.inputs
         constants = self._constants(
-            arrays, "key_ranges", tiles, arrays["query"].shape[0] * problem.heads, problem.groups
+            arrays, "key_ranges", tiles, arrays["query"].shape[0] * inputs.heads, inputs.groups
         ) | self._by_queries(arrays, tiles)
         return self._launch(
             attention_query_gradients, arrays, (*_BACKWARD_INPUTS, "key_ranges", "dropout_keys", "d_bias"),
-            [jax.ShapeDtypeStruct(arrays["query"].shape, problem.dtype)], _cdiv(problem.q_length, tiles.block_q),
+            [jax.ShapeDtypeStruct(arrays["query"].shape, inputs.dtype)], _cdiv(inputs.q_length, tiles.block_q),
             constants, tiles, updated=("d_bias",) if "bias" in arrays else (),
         )  # fmt: skip
 
@@ -127,7 +130,7 @@ class TritonCall:
         """``(delta, lse_log2)``, float32 [batch, heads, padded q_length]."""
         from tilewright.kernels.flash_attention.triton.backward import attention_row_terms
 
-        heads, q_length, value_dim = self.problem.heads, self.problem.q_length, self.problem.value_dim
+        heads, q_length, value_dim = self.inputs.heads, self.inputs.q_length, self.inputs.value_dim
         d_lse = arrays.get("d_lse", jnp.zeros((0,), np.float32))
         return launch(
             attention_row_terms,
@@ -150,14 +153,14 @@ class TritonCall:
 
         ``heads`` are those of the grid: the heads of queries if 0.
         """
-        problem, batch = self.problem, arrays["query"].shape[0]
+        inputs, batch = self.inputs, arrays["query"].shape[0]
         absent = {name: jnp.zeros((0,), _ABSENT_DTYPES[name]) for name in names if name not in arrays}
         return launch(
             kernel,
             [arrays.get(name, absent.get(name)) for name in names],
             [*outputs, *(jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in updated)],
-            grid=[tiles_per_head * batch * (heads or problem.heads)],
-            scalars={"q_length": problem.q_length, "kv_length": problem.kv_length},
+            grid=[tiles_per_head * batch * (heads or inputs.heads)],
+            scalars={"q_length": inputs.q_length, "kv_length": inputs.kv_length},
             constants=constants,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
@@ -166,14 +169,14 @@ class TritonCall:
 
     def _by_queries(self, arrays: Mapping[str, Any], tiles: Tiles) -> dict[str, Any]:
         """Constants of the tile schedule of kernels whose programs have a tile of queries and go through keys."""
-        return self._tile_schedule("key_ranges" in arrays, self.parts.band, self.problem.kv_length % tiles.block_k != 0)
+        return self._tile_schedule("key_ranges" in arrays, self.parts.band, self.inputs.kv_length % tiles.block_k != 0)
 
     def _by_keys(self, arrays: Mapping[str, Any], tiles: Tiles, fused: bool) -> dict[str, Any]:
         """Constants of the tile schedule of the kernel whose programs have a tile of keys and go through queries."""
-        problem, band = self.problem, self.parts.band
-        uneven = problem.q_length % tiles.block_q != 0 or (fused and problem.kv_length % tiles.block_k != 0)
+        inputs, band = self.inputs, self.parts.band
+        uneven = inputs.q_length % tiles.block_q != 0 or (fused and inputs.kv_length % tiles.block_k != 0)
         schedule = self._tile_schedule("query_ranges" in arrays, band.transposed, uneven)
-        return schedule | {"GROUPS": problem.groups, "FUSED": fused}
+        return schedule | {"GROUPS": inputs.groups, "FUSED": fused}
 
     def _tile_schedule(self, ranged: bool, band: Band, uneven: bool) -> dict[str, Any]:
         """PARTS, a bit for each part of ``visible_span`` that may occur, and LAST_FIRST.
@@ -195,23 +198,23 @@ class TritonCall:
 
         ``head_count`` is batch times heads of the grid; programs of ``sharing`` neighbouring heads read the same keys.
         """
-        problem, options, parts, band = self.problem, self.problem.options, self.parts, self.parts.band
-        kv_bytes = problem.kv_length * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+        inputs, parts, band = self.inputs, self.parts, self.parts.band
+        kv_bytes = inputs.kv_length * (inputs.head_dim + inputs.value_dim) * inputs.dtype.itemsize
         # Rounded down below to a divisor of all heads, for `decode_program_id` knows no smaller last group.
         at_once = max(CACHED_BYTES // max(kv_bytes, 1), 1) * sharing
-        exact = needs_exact_matmuls(options, problem.dtype)
+        exact = needs_exact_matmuls(inputs)
         return {
-            "HEADS": problem.heads,
-            "GROUPS": problem.groups,
-            "HEAD_DIM": problem.head_dim,
-            "HEAD_VALUE_DIM": problem.value_dim,
-            "DIM": padded_dim(problem.head_dim),
-            "VALUE_DIM": padded_dim(problem.value_dim),
+            "HEADS": inputs.heads,
+            "GROUPS": inputs.groups,
+            "HEAD_DIM": inputs.head_dim,
+            "HEAD_VALUE_DIM": inputs.value_dim,
+            "DIM": padded_dim(inputs.head_dim),
+            "VALUE_DIM": padded_dim(inputs.value_dim),
             "BLOCK_Q": tiles.block_q,
             "BLOCK_K": tiles.block_k,
             "AT_ONCE": max(count for count in range(1, min(at_once, head_count) + 1) if head_count % count == 0),
-            "SCALE": float(options.softmax_scale),
-            "SOFT_CAP": float(options.logits_soft_cap or 0.0),
+            "SCALE": float(inputs.softmax_scale),
+            "SOFT_CAP": float(inputs.logits_soft_cap or 0.0),
             "LOWEST": band.lowest,
             "HIGHEST": band.highest,
             "BANDED": parts.positions is None and band != Band(),
@@ -221,10 +224,10 @@ class TritonCall:
             "MASK": _shape_bits(arrays.get("mask")),
             "RANGES": _shape_bits(arrays.get(ranges)),
             "BIAS": _shape_bits(arrays.get("bias")),
-            "THRESHOLD": keep_threshold(options.dropout_prob) if problem.dropout else 0,
-            "KEEP_SCALE": 1.0 / (1.0 - options.dropout_prob),
+            "THRESHOLD": keep_threshold(inputs.drawn_dropout) if inputs.dropout else 0,
+            "KEEP_SCALE": 1.0 / (1.0 - inputs.drawn_dropout),
             "PRECISION": "tf32x3" if exact else "tf32",
-            "TMA": tiles.tma and has_tma(problem, current_device()),
+            "TMA": tiles.tma and has_tma(inputs, current_device()),
         }
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.mask_terms import MaskParts
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.triton.params import Tiles, TritonBackwardParams, TritonForwardParams
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 from tilewright.ops.types import Device, Direction
@@ -67,14 +67,14 @@ _FLOAT32_FORWARD = ((64, 32, 4, 2, False), (64, 32, 4, 1, False), (32, 16, 4, 1,
 _FLOAT32_BACKWARD = ((16, 32, 4, 1, False, True), (16, 16, 4, 1, False, True))
 
 
-def listed_params(problem: AttentionProblem, device: Device, direction: Direction) -> list[Any]:
+def listed_params(inputs: AttentionInputs, device: Device, direction: Direction) -> list[Any]:
     """All params for a call's head dims, best guess first."""
-    forward, tma = direction == "forward", has_tma(problem, device)
-    max_dim = max(problem.head_dim, problem.value_dim)
+    forward, tma = direction == "forward", has_tma(inputs, device)
+    max_dim = max(inputs.head_dim, inputs.value_dim)
     sizes: tuple[tuple[Any, ...], ...]
-    if problem.dtype.itemsize == 4:
+    if inputs.dtype.itemsize == 4:
         sizes = _FLOAT32_FORWARD if forward else _FLOAT32_BACKWARD
-    elif problem.bias is not None or MaskParts.of(problem.mask).matrix is not None:
+    elif inputs.bias is not None or MaskParts.of(inputs.mask).matrix is not None:
         hopper = tma and max_dim <= 128
         if forward:
             sizes = _HOPPER_SCORES_FORWARD if hopper else _SCORES_FORWARD
@@ -87,8 +87,8 @@ def listed_params(problem: AttentionProblem, device: Device, direction: Directio
         sizes = next(listed for width, listed in table.items() if max_dim <= width)
         # Dropout, segments, positions, and the derivative of the soft cap take registers: fewest scores per warp first.
         # Not on Hopper, where the first entries were measured to be the best with these, too.
-        capped = problem.options.logits_soft_cap is not None and not forward
-        if not tma and (problem.dropout or MaskParts.of(problem.mask).has_rows or capped):
+        capped = inputs.logits_soft_cap is not None and not forward
+        if not tma and (inputs.dropout or MaskParts.of(inputs.mask).has_rows or capped):
             sizes = tuple(sorted(sizes, key=lambda size: size[0] * size[1] // size[2]))
     if forward:
         return [TritonForwardParams(Tiles(*size)) for size in sizes]
@@ -100,9 +100,9 @@ def listed_params(problem: AttentionProblem, device: Device, direction: Directio
     ]
 
 
-def has_tma(problem: AttentionProblem, device: Device) -> bool:
+def has_tma(inputs: AttentionInputs, device: Device) -> bool:
     """True if the call's tiles can be loaded by TMA."""
-    aligned = all(dim * problem.dtype.itemsize % TMA_BYTES == 0 for dim in (problem.head_dim, problem.value_dim))
+    aligned = all(dim * inputs.dtype.itemsize % TMA_BYTES == 0 for dim in (inputs.head_dim, inputs.value_dim))
     return aligned and (device.capability or (0, 0)) >= (9, 0)
 
 

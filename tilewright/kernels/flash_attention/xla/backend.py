@@ -9,13 +9,13 @@ import numpy as np
 from jaxtyping import Array
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.problem import AttentionProblem
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
 from tilewright.kernels.flash_attention.xla.backward import attention_backward
 from tilewright.kernels.flash_attention.xla.forward import attention_forward
 from tilewright.kernels.flash_attention.xla.tiles import Tiling
 from tilewright.kernels.masks import Mask, TileClass, TileGrid, reduce_classes
-from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.ops.kernel.arrays import at_most, is_symbolic
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
@@ -50,35 +50,37 @@ SYMBOLIC_BLOCK = 128
 """Side of a tile if the batch size or a length is a symbolic dimension: a short row wastes few scores."""
 
 
-class XlaFlashAttention(Implementation[AttentionInputs, AttentionProblem, Results, FwdParams, BwdParams]):
-    """Serves every problem; its params use ``q_blocksize``, ``kv_blocksize`` and, forward, ``blocksize_heads``.
+class XlaFlashAttention(Implementation[AttentionInputs, Results, FwdParams, BwdParams]):
+    """Serves every call; its params use ``q_blocksize``, ``kv_blocksize`` and, forward, ``blocksize_heads``.
 
     ``blocksize_heads`` is the number of score matrices (batch × heads) processed at once. It is ignored if the call may
     be partitioned over devices: then batch and heads stay whole axes, which the partitioner can split.
     """
 
     platform: ClassVar[Platform] = Platform.XLA
-    forward_mode = True
-    symbolic_dimensions = True
-    algorithm: ClassVar[str | None] = None
+    forward_mode: ClassVar[bool] = True
+    symbolic_dimensions: ClassVar[bool] = True
+    serves: ClassVar[frozenset[str]] = frozenset(
+        {"bias", "position_bias", "mask", "softmax_aux", "dropout_seed", "dropout_prob", "logits_soft_cap", "precision"}
+    )
 
-    def not_supported_reasons(self, problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
+    def reasons(self, inputs: AttentionInputs, device: Device, direction: Direction) -> list[str]:
         return []
 
-    def heuristic(self, problem: AttentionProblem, device: Device, direction: Direction) -> FwdParams | BwdParams:
-        matrices = problem.batch * problem.heads
-        if is_symbolic(matrices, problem.q_length, problem.kv_length):
-            blocks = at_most(problem.q_length, SYMBOLIC_BLOCK), at_most(problem.kv_length, SYMBOLIC_BLOCK)
+    def heuristic(self, inputs: AttentionInputs, device: Device, direction: Direction) -> FwdParams | BwdParams:
+        matrices = inputs.batch * inputs.heads
+        if is_symbolic(matrices, inputs.q_length, inputs.kv_length):
+            blocks = at_most(inputs.q_length, SYMBOLIC_BLOCK), at_most(inputs.kv_length, SYMBOLIC_BLOCK)
         elif device.kind == "cpu":
-            blocks = _default_blocks(problem.q_length, problem.kv_length, matrices, problem.mask)
+            blocks = _default_blocks(inputs.q_length, inputs.kv_length, matrices, inputs.mask)
         else:
-            blocks = _accelerator_blocks(problem.q_length, problem.kv_length, matrices)
+            blocks = _accelerator_blocks(inputs.q_length, inputs.kv_length, matrices)
         return _params(direction, *blocks)
 
     def candidates(
-        self, problem: AttentionProblem, device: Device, direction: Direction
+        self, inputs: AttentionInputs, device: Device, direction: Direction
     ) -> Iterable[FwdParams | BwdParams]:
-        best = self.heuristic(problem, device, direction)
+        best = self.heuristic(inputs, device, direction)
         targets: tuple[tuple[int, int], ...]
         if device.kind == "cpu":
             targets = (
@@ -87,7 +89,7 @@ class XlaFlashAttention(Implementation[AttentionInputs, AttentionProblem, Result
         else:
             targets = ((256, 256), (512, 512), (1024, 1024), (2048, 2048), (4096, 4096))
         others = [
-            _params(direction, _balanced(problem.q_length, rows), _balanced(problem.kv_length, columns))
+            _params(direction, _balanced(inputs.q_length, rows), _balanced(inputs.kv_length, columns))
             for rows, columns in targets
         ]
         return list(dict.fromkeys([best, *others]))

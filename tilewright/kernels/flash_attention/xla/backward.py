@@ -113,7 +113,7 @@ def _step(
     carry = _accumulate(runs, body, tiling, scores, value, d_biases)
     d_query, d_key, d_value, d_biases = carry
     # dQ = scale · dS·K and dK = scale · dSᵀ·Q. The query of ``scores`` has the scale, or the rest of it is ``factor``.
-    d_query = tiling.q_rows(d_query) * inputs.options.softmax_scale
+    d_query = tiling.q_rows(d_query) * inputs.softmax_scale
     d_key = _kv_columns(tiling, d_key)
     if scores.factor != 1.0:
         d_key = d_key * scores.factor
@@ -166,12 +166,12 @@ def _tile(
     masked: bool,
 ) -> tuple[Any, Any, Any, Any]:
     """``(d_logits, d_query, d_key, d_value)`` of one tile."""
-    options = scores.inputs.options
+    inputs = scores.inputs
     query, key = read(scores.query, row), read(scores.key, column)
 
     def matmul(subscripts: str, left: jax.Array, right: jax.Array) -> Any:
         dtype = accumulation_dtype(query.dtype)
-        return jnp.einsum(subscripts, left, right, precision=options.precision, preferred_element_type=dtype)
+        return jnp.einsum(subscripts, left, right, precision=inputs.precision, preferred_element_type=dtype)
 
     logits, factor, slope = scores.logits(row, column, masked)
     if factor != 1.0:
@@ -181,7 +181,7 @@ def _tile(
     # dV takes P after the dropout. dS takes P before it, and dP times the dropout's factor: softmax comes first.
     dropped_probabilities = probabilities
     if scores.dropout_keys is not None:
-        keep_scale = jnp.where(scores.keep(row, column), 1.0 / (1.0 - options.dropout_prob), 0.0).astype(
+        keep_scale = jnp.where(scores.keep(row, column), 1.0 / (1.0 - inputs.drawn_dropout), 0.0).astype(
             dropped_probabilities.dtype
         )
         dropped_probabilities, d_probabilities = dropped_probabilities * keep_scale, d_probabilities * keep_scale

@@ -84,7 +84,6 @@ def _tile(
     scores: Scores, value: jax.Array, row: Index, column: Index, masked: bool, state: RowState | None
 ) -> RowState:
     logits, factor, _ = scores.logits(row, column, masked)
-    options = scores.inputs.options
     row_max = jnp.max(logits, axis=-1)
     # A factor that is left over is positive (`Scores.logits`), so it can follow the maximum.
     if factor != 1.0:
@@ -101,7 +100,7 @@ def _tile(
         "bhgqk,bhkv->bhgqv",
         probabilities.astype(value.dtype),
         read(value, column),
-        precision=options.precision,
+        precision=scores.inputs.precision,
         preferred_element_type=probabilities.dtype,
     )
     if state is None:
@@ -113,7 +112,7 @@ def _tile(
 def _finish(inputs: AttentionInputs, tiling: Tiling, rows: tuple[Any, ...]) -> tuple[Any, Any]:
     row_max, total, weighted = rows
     # The dropout's factor is applied once for each row; lse is that of all keys, dropped or not.
-    denominator = (1.0 - inputs.options.dropout_prob) * total
+    denominator = (1.0 - inputs.drawn_dropout) * total
     out = weighted / jnp.where(total == 0.0, 1.0, denominator)[..., None]
     # Fully masked rows: −∞ + log 0 = −∞.
     lse = row_max + jnp.log(total)

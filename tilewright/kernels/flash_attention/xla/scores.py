@@ -38,15 +38,14 @@ class Scores:
     @classmethod
     def of(cls, inputs: AttentionInputs, tiling: Tiling, step: Index) -> "Scores":
         take = functools.partial(tiling.take, step=step, batch_axis=0, head_axis=2)
-        options = inputs.options
-        folded = scale_is_folded(options.softmax_scale, inputs.query.dtype)
+        folded = scale_is_folded(inputs.softmax_scale, inputs.query.dtype)
         query = take(inputs.query)
         mask = tiling.take_mask(inputs.mask, step)
         if mask is not None:
             # Tiles are cut at traced positions, and a dynamic slice beyond the end of an array would be shifted.
             mask = mask.pad(tiling.grid.q_length + tiling.q_padding, tiling.grid.kv_length + tiling.kv_padding)
         keys = None
-        if inputs.dropout_seed is not None and options.dropout_prob > 0.0:
+        if inputs.dropout_seed is not None and inputs.dropout:
             batch_start, head_start = tiling.starts(step)
             batch = batch_start + jnp.arange(tiling.batch_size)[:, None, None]
             heads = head_start + jnp.arange(tiling.head_size)[:, None]
@@ -57,12 +56,12 @@ class Scores:
         return cls(
             tiling=tiling,
             inputs=inputs,
-            query=tiling.q_tiles(query * jnp.asarray(options.softmax_scale, query.dtype) if folded else query),
+            query=tiling.q_tiles(query * jnp.asarray(inputs.softmax_scale, query.dtype) if folded else query),
             key=tiling.kv_tiles(take(inputs.key)),
             bias=pad_scores(tiling.take(inputs.bias, step, batch_axis=0, head_axis=1), tiling),
             position_bias=TiledBias.of(inputs.position_bias, tiling, step, accumulation_dtype(query.dtype)),
             mask=mask,
-            factor=1.0 if folded else options.softmax_scale,
+            factor=1.0 if folded else inputs.softmax_scale,
             dropout_keys=keys,
         )
 
@@ -70,27 +69,27 @@ class Scores:
         """``(x, factor, slope)``: the logits are ``factor · x``, −inf if masked; slope is the soft cap's derivative or
         None.
         """
-        options = self.inputs.options
+        inputs = self.inputs
         x = jnp.einsum(
             "bhgqd,bhkd->bhgqk",
             read(self.query, row),
             read(self.key, column),
-            precision=options.precision,
+            precision=inputs.precision,
             preferred_element_type=accumulation_dtype(self.query.dtype),
         )
         factor, slope = self.factor, None
         # Bias and cap are of scaled logits; and a masked logit is −∞, which a factor that is not positive would change
         # later.
         has_bias = self.bias is not None or self.position_bias is not None
-        if has_bias or options.logits_soft_cap is not None or factor <= 0.0:
+        if has_bias or inputs.logits_soft_cap is not None or factor <= 0.0:
             x, factor = x * factor if factor != 1.0 else x, 1.0
         if self.bias is not None:
             x = x + self._split_heads(score_tile(self.bias, self.tiling, row, column)).astype(x.dtype)
         if self.position_bias is not None:
             x = x + self._split_heads(self.position_bias.tile(row, column))
-        if options.logits_soft_cap is not None:
-            tanh = jnp.tanh(x / options.logits_soft_cap)
-            x, slope = tanh * options.logits_soft_cap, 1.0 - tanh * tanh
+        if inputs.logits_soft_cap is not None:
+            tanh = jnp.tanh(x / inputs.logits_soft_cap)
+            x, slope = tanh * inputs.logits_soft_cap, 1.0 - tanh * tanh
         if masked:
             x = jnp.where(self._visible(row, column), x, -jnp.inf)
         return x, factor, slope
@@ -99,7 +98,7 @@ class Scores:
         """Marks the elements that dropout keeps."""
         grid = self.tiling.grid
         block = (grid.block_q, grid.block_k)
-        prob = self.inputs.options.dropout_prob
+        prob = self.inputs.drawn_dropout
         starts = row * grid.block_q, column * grid.block_k
         return keep_mask_tile(self.dropout_keys, *starts, block, prob, multiples=block)
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedProblem
+from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs
 from tilewright.kernels.grouped_matmul.groups import matrix_bounds
 from tilewright.kernels.grouped_matmul.hopper.params import HopperGatedBackwardParams
 from tilewright.kernels.grouped_matmul.hopper.products import (
@@ -23,14 +23,15 @@ from tilewright.kernels.hopper.matmul.operands import operand_reasons
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.plan import plan_reasons
 from tilewright.kernels.numerics.activations import gated_gradients, kept_apart
-from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.ops.types import Device, Direction
 
 type Params = MatmulParams | HopperGatedBackwardParams
 
 
-class HopperGatedGroupedMatmul(Implementation[GatedInputs, GatedProblem, Any, MatmulParams, HopperGatedBackwardParams]):
+class HopperGatedGroupedMatmul(Implementation[GatedInputs, Any, MatmulParams, HopperGatedBackwardParams]):
     """Serves 16-bit operands of one dtype whose rows begin at multiples of 16 bytes.
 
     The activation is in the epilogue of one kernel, and both gradients of lhs in the accumulator of another.
@@ -40,32 +41,30 @@ class HopperGatedGroupedMatmul(Implementation[GatedInputs, GatedProblem, Any, Ma
     keeps_lowering: ClassVar[bool] = True
     forward_params: ClassVar[type] = MatmulParams
     backward_params: ClassVar[type] = HopperGatedBackwardParams
+    serves: ClassVar[frozenset[str]] = frozenset({"group_offset"})
 
-    def not_supported_reasons(self, problem: GatedProblem, device: Device, direction: Direction) -> list[str]:
-        dtypes = {"lhs": problem.lhs_dtype, "gate": problem.gate_dtype, "up": problem.up_dtype}
-        sizes = {"k": problem.k, "n": problem.n}
-        return device_reasons(device) + operand_reasons(dtypes, problem.options.out_dtype, sizes)
+    def reasons(self, inputs: GatedInputs, device: Device, direction: Direction) -> list[str]:
+        dtypes = {"lhs": inputs.lhs.dtype, "gate": inputs.gate.dtype, "up": inputs.up.dtype}
+        sizes = {"k": inputs.k, "n": inputs.n}
+        return device_reasons(device) + operand_reasons(dtypes, inputs.out_dtype, sizes)
 
-    def heuristic(self, problem: GatedProblem, device: Device, direction: Direction) -> Params:
-        return next(iter(self.candidates(problem, device, direction)))
-
-    def candidates(self, problem: GatedProblem, device: Device, direction: Direction) -> Iterable[Params]:
-        sms, groups = num_sms(device), problem.groups
+    def candidates(self, inputs: GatedInputs, device: Device, direction: Direction) -> Iterable[Params]:
+        sms, groups = num_sms(device), inputs.groups
         if direction == "forward":
-            return rows_candidates(problem.rows, groups, problem.n, problem.k, sms, accumulators=2)
+            return rows_candidates(inputs.rows, groups, inputs.n, inputs.k, sms, accumulators=2)
         # Both products in one kernel: twice as many steps.
-        of_lhs = rows_candidates(problem.rows, groups, problem.k, 2 * problem.n, sms)
-        of_rhs = reduction_candidates(problem.rows, problem.matrices, problem.k, problem.n, sms)
+        of_lhs = rows_candidates(inputs.rows, groups, inputs.k, 2 * inputs.n, sms)
+        of_rhs = reduction_candidates(inputs.rows, inputs.matrices, inputs.k, inputs.n, sms)
         count = max(len(of_lhs), len(of_rhs))
         return [HopperGatedBackwardParams(of_lhs[i % len(of_lhs)], of_rhs[i % len(of_rhs)]) for i in range(count)]
 
-    def config_reasons(self, problem: GatedProblem, device: Device, direction: Direction, params: Params) -> list[str]:
-        return plan_reasons(lambda: self.footprints(problem, device, direction, params))
+    def config_reasons(self, inputs: GatedInputs, device: Device, direction: Direction, params: Params) -> list[str]:
+        return plan_reasons(lambda: self.footprints(inputs, device, direction, params))
 
     def footprints(
-        self, problem: GatedProblem, device: Device, direction: Direction, params: Params
+        self, inputs: GatedInputs, device: Device, direction: Direction, params: Params
     ) -> Sequence[Footprint]:
-        shape, dtype = (problem.matrices, problem.k, problem.n), problem.lhs_dtype
+        shape, dtype = (inputs.matrices, inputs.k, inputs.n), inputs.lhs.dtype
         if isinstance(params, MatmulParams):
             plans = [rows_plan(dtype, shape, params, dtype, k_first=True, count=2)]
         else:
@@ -74,19 +73,19 @@ class HopperGatedGroupedMatmul(Implementation[GatedInputs, GatedProblem, Any, Ma
         return [plan.footprint(num_sms(device)) for plan in plans]
 
     def forward(self, inputs: GatedInputs, params: MatmulParams) -> tuple[jax.Array | None, ...]:
-        keeps, shape = inputs.keeps, (inputs.lhs.shape[0], inputs.gate.shape[2])
-        if 0 in (*inputs.lhs.shape, *inputs.gate.shape):
-            results = [jnp.zeros(shape, inputs.options.out_dtype)] * (3 if keeps else 1)
+        keeps, shape = inputs.keeps, inputs.out_shape
+        if inputs.is_empty:
+            results = [jnp.zeros(shape, inputs.out_dtype)] * (3 if keeps else 1)
         else:
             results = rows_by_matrices(
                 [Factors(inputs.lhs, (inputs.gate, inputs.up))],
                 bounds_of(inputs),
                 params,
-                inputs.options.out_dtype,
+                inputs.out_dtype,
                 k_first=True,
                 has_offset=inputs.group_offset is not None,
                 results=3 if keeps else 1,
-                epilogue=GateEpilogue(inputs.options.activation, keeps),
+                epilogue=GateEpilogue(inputs.activation, keeps),
             )
         return tuple(results) if keeps else (results[0], None, None)
 
@@ -94,15 +93,15 @@ class HopperGatedGroupedMatmul(Implementation[GatedInputs, GatedProblem, Any, Ma
         self, inputs: GatedInputs, results: Any, cotangents: jax.Array, params: HopperGatedBackwardParams
     ) -> dict[str, Any]:
         """Gradients of lhs, gate and up, of those that are used, from both pre-activations."""
-        if 0 in (*inputs.lhs.shape, *inputs.gate.shape):
+        if inputs.is_empty:
             return {name: jnp.zeros_like(getattr(inputs, name)) for name in ("lhs", "gate", "up")}
         if params.recompute is not None:
             results = self.forward(kept_apart(inputs, cotangents), params.recompute)[1:]
         # By XLA, in one pass over memory: each of the two is an operand of two matmuls.
-        of_gate, of_up = gated_gradients(inputs.options.activation, results[0], results[1], cotangents, jnp.float32)
+        of_gate, of_up = gated_gradients(inputs.activation, results[0], results[1], cotangents, jnp.float32)
         bounds = bounds_of(inputs)
-        gradients: dict[str, Any] = dict.fromkeys(("lhs", "gate", "up"))
-        if "lhs" in inputs.gradients:
+        gradients = {}
+        if inputs.wants("lhs"):
             (gradients["lhs"],) = rows_by_matrices(
                 [Factors(of_gate, (inputs.gate,)), Factors(of_up, (inputs.up,))],
                 bounds,
@@ -112,7 +111,7 @@ class HopperGatedGroupedMatmul(Implementation[GatedInputs, GatedProblem, Any, Ma
                 has_offset=inputs.group_offset is not None,
             )
         for name, gradient, matrices in (("gate", of_gate, inputs.gate), ("up", of_up, inputs.up)):
-            if name in inputs.gradients:
+            if inputs.wants(name):
                 gradients[name] = outer_products(inputs.lhs, gradient, bounds, params.rhs, matrices.dtype)
         return gradients
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.grouped_matmul.groups import matrix_bounds, row_segments, row_tiles
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs, GroupedProblem
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.grouped_matmul.triton.params import (
     Params,
     TritonGroupedBackwardParams,
@@ -16,7 +16,8 @@ from tilewright.kernels.grouped_matmul.triton.params import (
     footprints,
     listed_params,
 )
-from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint, launch_reasons
 from tilewright.kernels.triton import launch, unavailable
 from tilewright.kernels.triton.matmul import TritonTile, fitted, tl_precision
@@ -29,62 +30,56 @@ GROUP = 8
 """Tiles of rows whose programs are beside each other for the same columns of their matrices."""
 
 
-class TritonGroupedMatmul(
-    Implementation[GroupedInputs, GroupedProblem, Any, TritonGroupedForwardParams, TritonGroupedBackwardParams]
-):
+class TritonGroupedMatmul(Implementation[GroupedInputs, Any, TritonGroupedForwardParams, TritonGroupedBackwardParams]):
     """Serves float16, bfloat16 and float32 without scales; sums are in float32, in one order."""
 
     platform: ClassVar[Platform] = Platform.TRITON
     forward_params: ClassVar[type] = TritonGroupedForwardParams
     backward_params: ClassVar[type] = TritonGroupedBackwardParams
     late_import: ClassVar[str] = "triton"
+    serves: ClassVar[frozenset[str]] = frozenset({"group_offset", "transpose_rhs", "precision"})
 
-    def not_supported_reasons(self, problem: GroupedProblem, device: Device, direction: Direction) -> list[str]:
+    def reasons(self, inputs: GroupedInputs, device: Device, direction: Direction) -> list[str]:
         reasons = unavailable(device)
-        dtypes = {"lhs": problem.lhs_dtype.name, "rhs": problem.rhs_dtype.name, "the result": problem.options.out_dtype}
+        dtypes = {"lhs": inputs.lhs.dtype.name, "rhs": inputs.rhs.dtype.name, "the result": inputs.out_dtype}
         reasons += [
             f"{name} must be one of {DTYPES}, got {each}" for name, each in dtypes.items() if each not in DTYPES
         ]
-        if problem.lhs_dtype != problem.rhs_dtype:
-            reasons.append(f"lhs and rhs must have one dtype, got {problem.lhs_dtype} and {problem.rhs_dtype}")
-        if direction == "backward" and problem.options.out_dtype != problem.lhs_dtype.name:
-            reasons.append(f"backward the result must have the dtype of lhs, got {problem.options.out_dtype}")
-        if {problem.lhs_scale, problem.rhs_scale} != {"none"}:
-            reasons.append("its kernels have no scales")
-        if problem.options.precision is not None and not isinstance(problem.options.precision, jax.lax.Precision):
-            reasons.append(f"it takes a jax.lax.Precision, got {problem.options.precision}")
-        if problem.k * problem.n > MAX_INT32:
-            reasons.append(f"elements of a matrix must be counted by 32 bits, got {problem.k=}, {problem.n=}")
+        if inputs.lhs.dtype != inputs.rhs.dtype:
+            reasons.append(f"lhs and rhs must have one dtype, got {inputs.lhs.dtype} and {inputs.rhs.dtype}")
+        if direction == "backward" and inputs.out_dtype != inputs.lhs.dtype.name:
+            reasons.append(f"backward the result must have the dtype of lhs, got {inputs.out_dtype}")
+        if inputs.precision is not None and not isinstance(inputs.precision, jax.lax.Precision):
+            reasons.append(f"it takes a jax.lax.Precision, got {inputs.precision}")
+        if inputs.k * inputs.n > MAX_INT32:
+            reasons.append(f"elements of a matrix must be counted by 32 bits, got {inputs.k=}, {inputs.n=}")
         return reasons
 
-    def heuristic(self, problem: GroupedProblem, device: Device, direction: Direction) -> Params:
-        return next(iter(self.candidates(problem, device, direction)))
-
-    def candidates(self, problem: GroupedProblem, device: Device, direction: Direction) -> Iterable[Params]:
-        listed = listed_params(problem, direction)
-        fitting = [params for params in listed if not launch_reasons(footprints(problem, params), device)]
+    def candidates(self, inputs: GroupedInputs, device: Device, direction: Direction) -> Iterable[Params]:
+        listed = listed_params(inputs, direction)
+        fitting = [params for params in listed if not launch_reasons(footprints(inputs, params), device)]
         return fitting or listed[:1]
 
     def footprints(
-        self, problem: GroupedProblem, device: Device, direction: Direction, params: Params
+        self, inputs: GroupedInputs, device: Device, direction: Direction, params: Params
     ) -> Sequence[Footprint]:
-        return footprints(problem, params)
+        return footprints(inputs, params)
 
     def forward(self, inputs: GroupedInputs, params: TritonGroupedForwardParams) -> jax.Array:
-        if 0 in (*inputs.lhs.shape, *inputs.rhs.shape):
-            return jnp.zeros(inputs.out_shape, inputs.options.out_dtype)
-        return _by_matrices(inputs, inputs.lhs, params.tile, inputs.options.out_dtype, of_lhs=False)
+        if inputs.is_empty:
+            return jnp.zeros(inputs.out_shape, inputs.out_dtype)
+        return _by_matrices(inputs, inputs.lhs, params.tile, inputs.out_dtype, of_lhs=False)
 
     def backward(
         self, inputs: GroupedInputs, results: object, cotangents: jax.Array, params: TritonGroupedBackwardParams
     ) -> dict[str, Any]:
         """Gradients of lhs and rhs, of those that are used."""
-        if 0 in (*inputs.lhs.shape, *inputs.rhs.shape):
+        if inputs.is_empty:
             return {"lhs": jnp.zeros_like(inputs.lhs), "rhs": jnp.zeros_like(inputs.rhs)}
-        gradients: dict[str, Any] = {"lhs": None, "rhs": None}
-        if "lhs" in inputs.gradients:
+        gradients = {}
+        if inputs.wants("lhs"):
             gradients["lhs"] = _by_matrices(inputs, cotangents, params.lhs, inputs.lhs.dtype, of_lhs=True)
-        if "rhs" in inputs.gradients:
+        if inputs.wants("rhs"):
             gradients["rhs"] = outer_products(inputs, cotangents, params.rhs)
         return gradients
 
@@ -92,7 +87,7 @@ class TritonGroupedMatmul(
 def _by_matrices(inputs: GroupedInputs, rows: jax.Array, tile: TritonTile, dtype: Any, of_lhs: bool) -> jax.Array:
     """Rows times their matrices, or for the gradient of lhs the transposed ones."""
     segments = row_segments(*_bounds(inputs), inputs.lhs.shape[0], inputs.group_offset is not None)
-    depth_is_last = of_lhs != inputs.options.transpose_rhs
+    depth_is_last = of_lhs != inputs.transpose_rhs
     run = functools.partial(_launch_by_matrices, tile, jnp.dtype(dtype), depth_is_last, _precision(inputs))
     return over_batch(run, [rows[None], *(each[None] for each in segments)], inputs.rhs[None])[0]
 
@@ -138,7 +133,7 @@ def _launch_by_matrices(
 
 def outer_products(inputs: GroupedInputs, d_out: jax.Array, tile: TritonTile) -> jax.Array:
     """The gradient of rhs, in its layout."""
-    left, right = (d_out, inputs.lhs) if inputs.options.transpose_rhs else (inputs.lhs, d_out)
+    left, right = (d_out, inputs.lhs) if inputs.transpose_rhs else (inputs.lhs, d_out)
     run = functools.partial(_launch_outer_products, tile, inputs.rhs.dtype, _precision(inputs))
     mapped = [each[None] for each in (left, right, *_bounds(inputs))]
     return over_batch(run, mapped, None)[0]
@@ -178,7 +173,7 @@ def _bounds(inputs: GroupedInputs) -> tuple[jax.Array, jax.Array]:
 
 
 def _precision(inputs: GroupedInputs) -> str:
-    return tl_precision(inputs.options.precision)
+    return tl_precision(inputs.precision)
 
 
 def over_batch(run: Callable[[Any, Any], Any], mapped: Sequence[jax.Array], matrices: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedProblem, GatedResults
+from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedResults
 from tilewright.kernels.grouped_matmul.groups import matrix_bounds, row_segments, row_tiles
 from tilewright.kernels.grouped_matmul.triton.backend import DTYPES, GROUP, MAX_INT32, outer_products, over_batch
 from tilewright.kernels.grouped_matmul.triton.gated_params import (
@@ -18,51 +18,48 @@ from tilewright.kernels.grouped_matmul.triton.gated_params import (
     listed_params,
 )
 from tilewright.kernels.numerics.activations import gated_gradients, kept_apart
-from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint, launch_reasons
 from tilewright.kernels.triton import launch, unavailable
 from tilewright.kernels.triton.matmul import TritonTile, fitted, tl_precision
 from tilewright.ops.types import Device, Direction
 
 
-class TritonGatedGroupedMatmul(
-    Implementation[GatedInputs, GatedProblem, Any, TritonGatedForwardParams, TritonGatedBackwardParams]
-):
+class TritonGatedGroupedMatmul(Implementation[GatedInputs, Any, TritonGatedForwardParams, TritonGatedBackwardParams]):
     """Serves float16, bfloat16 and float32 of one dtype: forward in one kernel, which reads the rows once."""
 
     platform: ClassVar[Platform] = Platform.TRITON
     forward_params: ClassVar[type] = TritonGatedForwardParams
     backward_params: ClassVar[type] = TritonGatedBackwardParams
     late_import: ClassVar[str] = "triton"
+    serves: ClassVar[frozenset[str]] = frozenset({"group_offset"})
 
-    def not_supported_reasons(self, problem: GatedProblem, device: Device, direction: Direction) -> list[str]:
+    def reasons(self, inputs: GatedInputs, device: Device, direction: Direction) -> list[str]:
         reasons = unavailable(device)
-        dtypes = {"lhs": problem.lhs_dtype, "gate": problem.gate_dtype, "up": problem.up_dtype}
+        dtypes = {"lhs": inputs.lhs.dtype, "gate": inputs.gate.dtype, "up": inputs.up.dtype}
         reasons += [f"{name} must be one of {DTYPES}, got {x}" for name, x in dtypes.items() if x.name not in DTYPES]
         if len(set(dtypes.values())) > 1:
             reasons.append(f"all must have one dtype, got {', '.join(f'{name} {x}' for name, x in dtypes.items())}")
-        if problem.k * problem.n > MAX_INT32:
-            reasons.append(f"elements of a matrix must be counted by 32 bits, got {problem.k=}, {problem.n=}")
+        if inputs.k * inputs.n > MAX_INT32:
+            reasons.append(f"elements of a matrix must be counted by 32 bits, got {inputs.k=}, {inputs.n=}")
         return reasons
 
-    def heuristic(self, problem: GatedProblem, device: Device, direction: Direction) -> GatedParams:
-        return next(iter(self.candidates(problem, device, direction)))
-
-    def candidates(self, problem: GatedProblem, device: Device, direction: Direction) -> Iterable[GatedParams]:
-        listed = listed_params(problem, device, direction)
-        fitting = [params for params in listed if not launch_reasons(footprints(problem, params), device)]
+    def candidates(self, inputs: GatedInputs, device: Device, direction: Direction) -> Iterable[GatedParams]:
+        listed = listed_params(inputs, device, direction)
+        fitting = [params for params in listed if not launch_reasons(footprints(inputs, params), device)]
         return fitting or listed[:1]
 
     def footprints(
-        self, problem: GatedProblem, device: Device, direction: Direction, params: GatedParams
+        self, inputs: GatedInputs, device: Device, direction: Direction, params: GatedParams
     ) -> Sequence[Footprint]:
-        return footprints(problem, params)
+        return footprints(inputs, params)
 
     def forward(self, inputs: GatedInputs, params: TritonGatedForwardParams) -> GatedResults:
-        if 0 in (*inputs.lhs.shape, *inputs.gate.shape):
-            zeros = jnp.zeros((inputs.lhs.shape[0], inputs.gate.shape[2]), inputs.options.out_dtype)
+        if inputs.is_empty:
+            zeros = jnp.zeros(inputs.out_shape, inputs.out_dtype)
             return zeros, zeros, zeros
-        run = functools.partial(_launch_forward, params.tile, inputs.options.activation, inputs.keeps, tl_precision())
+        run = functools.partial(_launch_forward, params.tile, inputs.activation, inputs.keeps, tl_precision())
         mapped = [each[None] for each in (inputs.lhs, *_segments(inputs))]
         results = over_batch(run, mapped, (inputs.gate[None], inputs.up[None]))
         out, gate, up = (*(x[0] for x in results), None, None)[:3]
@@ -72,20 +69,20 @@ class TritonGatedGroupedMatmul(
         self, inputs: GatedInputs, results: Any, cotangents: jax.Array, params: TritonGatedBackwardParams
     ) -> dict[str, Any]:
         """Gradients of lhs, gate and up, of those that are used, from both pre-activations."""
-        if 0 in (*inputs.lhs.shape, *inputs.gate.shape):
+        if inputs.is_empty:
             return {name: jnp.zeros_like(getattr(inputs, name)) for name in ("lhs", "gate", "up")}
         if params.recompute is not None:
             forward = TritonGatedForwardParams(params.recompute)
             results = self.forward(kept_apart(inputs, cotangents), forward)[1:]
         # What XLA computes here is bound by memory, and rows without a matrix may get NaN: no kernel below reads these.
-        d_both = gated_gradients(inputs.options.activation, results[0], results[1], cotangents, jnp.float32)
-        gradients: dict[str, Any] = dict.fromkeys(("lhs", "gate", "up"))
-        if "lhs" in inputs.gradients:
+        d_both = gated_gradients(inputs.activation, results[0], results[1], cotangents, jnp.float32)
+        gradients = {}
+        if inputs.wants("lhs"):
             run = functools.partial(_launch_gradient_of_rows, params.lhs, tl_precision())
             mapped = [each[None] for each in (*d_both, *_segments(inputs))]
             gradients["lhs"] = over_batch(run, mapped, (inputs.gate[None], inputs.up[None]))[0]
         for name, d in zip(("gate", "up"), d_both, strict=True):
-            if name in inputs.gradients:
+            if inputs.wants(name):
                 gradients[name] = outer_products(inputs.product(getattr(inputs, name)), d, params.rhs)
         return gradients
 

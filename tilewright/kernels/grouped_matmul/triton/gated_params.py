@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from tilewright.kernels.grouped_matmul.gated_inputs import GatedProblem
-from tilewright.kernels.grouped_matmul.inputs import GroupedOptions, GroupedProblem
+from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs
 from tilewright.kernels.grouped_matmul.triton import params as grouped
 from tilewright.kernels.grouped_matmul.triton.params import SMALL_GROUP, TritonGroupedBackwardParams
 from tilewright.kernels.op.footprint import Footprint
@@ -50,29 +49,12 @@ _FLOAT32_SMALL_GROUPS = ((16, 64, 32, 4, 3), (16, 32, 64, 4, 3))
 MAX_SUMS = 64
 
 
-def one_product(problem: GatedProblem) -> GroupedProblem:
-    """The grouped matmul of the rows with one of the matrices."""
-    return GroupedProblem(
-        rows=problem.rows,
-        k=problem.k,
-        n=problem.n,
-        groups=problem.groups,
-        matrices=problem.matrices,
-        lhs_dtype=problem.lhs_dtype,
-        rhs_dtype=problem.gate_dtype,
-        has_offset=problem.has_offset,
-        lhs_scale="none",
-        rhs_scale="none",
-        options=GroupedOptions(problem.options.out_dtype),
-    )
-
-
-def listed_params(problem: GatedProblem, device: Device, direction: Direction) -> list[GatedParams]:
+def listed_params(inputs: GatedInputs, device: Device, direction: Direction) -> list[GatedParams]:
     """Params worth measuring, best guess first."""
-    listed = _listed(problem, direction)
+    listed = _listed(inputs, direction)
     has_wgmma = device.capability is not None and device.capability[0] == 9
     # The error function takes some dozens of registers beside both sums.
-    if has_wgmma and (direction == "backward" or problem.options.activation != "gelu"):
+    if has_wgmma and (direction == "backward" or inputs.activation != "gelu"):
         return listed
     return [each for each in listed if _sums(each) <= MAX_SUMS] or listed[-1:]
 
@@ -83,33 +65,33 @@ def _sums(params: GatedParams) -> int:
     return count * tile.rows * tile.columns // (32 * tile.num_warps)
 
 
-def _listed(problem: GatedProblem, direction: Direction) -> list[GatedParams]:
+def _listed(inputs: GatedInputs, direction: Direction) -> list[GatedParams]:
     if direction == "backward":
         return [
             TritonGatedBackwardParams(each.lhs, each.rhs)
-            for each in grouped.listed_params(one_product(problem), direction)
+            for each in grouped.listed_params(inputs.product(inputs.gate), direction)
             if isinstance(each, TritonGroupedBackwardParams)
         ]
     tiles: tuple[tuple[int, ...], ...]
-    is_small = problem.rows <= SMALL_GROUP * max(problem.groups, 1)
-    if problem.lhs_dtype.itemsize == 4:
+    is_small = inputs.rows <= SMALL_GROUP * max(inputs.groups, 1)
+    if inputs.lhs.dtype.itemsize == 4:
         tiles = _FLOAT32_SMALL_GROUPS if is_small else _FLOAT32
-    elif problem.k % 32 or problem.n % 32:
+    elif inputs.k % 32 or inputs.n % 32:
         tiles = _ODD_SMALL_GROUPS if is_small else _ODD
     else:
         tiles = _SMALL_GROUPS if is_small else _LARGE_GROUPS
     return [TritonGatedForwardParams(TritonTile(*tile)) for tile in tiles]
 
 
-def footprints(problem: GatedProblem, params: GatedParams) -> list[Footprint]:
+def footprints(inputs: GatedInputs, params: GatedParams) -> list[Footprint]:
     """Threads, shared memory and the greatest number of blocks of each kernel."""
     found = []
     forward = params.tile if isinstance(params, TritonGatedForwardParams) else params.recompute
     if forward is not None:
-        both = forward.num_stages * (forward.rows + 2 * forward.columns) * forward.depth * problem.lhs_dtype.itemsize
-        blocks = (problem.rows // forward.rows + problem.matrices + 2) * -(-problem.n // forward.columns)
+        both = forward.num_stages * (forward.rows + 2 * forward.columns) * forward.depth * inputs.lhs.dtype.itemsize
+        blocks = (inputs.rows // forward.rows + inputs.matrices + 2) * -(-inputs.n // forward.columns)
         found.append(Footprint(blocks=blocks, threads=32 * forward.num_warps, shared_bytes=both))
     if isinstance(params, TritonGatedBackwardParams):
         backward = TritonGroupedBackwardParams(params.lhs, params.rhs)
-        found += grouped.footprints(one_product(problem), backward)
+        found += grouped.footprints(inputs.product(inputs.gate), backward)
     return found

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from tilewright.kernels.grouped_matmul.inputs import GroupedProblem
+from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.triton.matmul import TritonTile
 from tilewright.ops.types import Direction
@@ -45,14 +45,14 @@ SMALL_GROUP = 24
 """Rows of a mean group up to which its tiles have the fewest rows that tensor cores take."""
 
 
-def listed_params(problem: GroupedProblem, direction: Direction) -> list[Params]:
+def listed_params(inputs: GroupedInputs, direction: Direction) -> list[Params]:
     """Params worth measuring, best guess first."""
     by_rows: tuple[tuple[int, ...], ...]
     outer: tuple[tuple[int, ...], ...]
-    is_small = problem.rows <= SMALL_GROUP * max(problem.groups, 1)
-    if problem.lhs_dtype.itemsize == 4:
+    is_small = inputs.rows <= SMALL_GROUP * max(inputs.groups, 1)
+    if inputs.lhs.dtype.itemsize == 4:
         by_rows, outer = _FLOAT32_SMALL_GROUPS if is_small else _FLOAT32, _FLOAT32
-    elif problem.k % 32 or problem.n % 32:
+    elif inputs.k % 32 or inputs.n % 32:
         by_rows, outer = _ODD_SMALL_GROUPS if is_small else _ODD, _OUTER
     elif is_small:
         by_rows, outer = _SMALL_GROUPS, _OUTER
@@ -68,7 +68,7 @@ def listed_params(problem: GroupedProblem, direction: Direction) -> list[Params]
     return [TritonGroupedBackwardParams(tiles[i % len(tiles)], of_rhs[i % len(of_rhs)]) for i in range(count)]
 
 
-def footprints(problem: GroupedProblem, params: Params) -> list[Footprint]:
+def footprints(inputs: GroupedInputs, params: Params) -> list[Footprint]:
     """Threads, shared memory and the greatest number of blocks of each kernel."""
     tiles = {"forward": params.tile} if isinstance(params, TritonGroupedForwardParams) else {
         "lhs": params.lhs, "rhs": params.rhs
@@ -76,10 +76,10 @@ def footprints(problem: GroupedProblem, params: Params) -> list[Footprint]:
     found = []
     for name, tile in tiles.items():
         if name == "rhs":
-            blocks = problem.matrices * -(-problem.k // tile.rows) * -(-problem.n // tile.columns)
+            blocks = inputs.matrices * -(-inputs.k // tile.rows) * -(-inputs.n // tile.columns)
         else:
-            columns = problem.n if name == "forward" else problem.k
-            blocks = (problem.rows // tile.rows + problem.matrices + 2) * -(-columns // tile.columns)
-        shared = tile.shared_bytes(problem.lhs_dtype.itemsize)
+            columns = inputs.n if name == "forward" else inputs.k
+            blocks = (inputs.rows // tile.rows + inputs.matrices + 2) * -(-columns // tile.columns)
+        shared = tile.shared_bytes(inputs.lhs.dtype.itemsize)
         found.append(Footprint(blocks=blocks, threads=32 * tile.num_warps, shared_bytes=shared))
     return found

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedProblem, GatedResults
+from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs, GatedResults
 from tilewright.kernels.grouped_matmul.xla.blocks import Block
 from tilewright.kernels.grouped_matmul.xla.params import (
     XlaBlockParams,
@@ -17,60 +17,61 @@ from tilewright.kernels.grouped_matmul.xla.params import (
 from tilewright.kernels.grouped_matmul.xla.products import Products
 from tilewright.kernels.numerics.activations import gated, gated_gradients, kept_apart
 from tilewright.kernels.numerics.dots import accumulator
-from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.ops.types import Device, Direction
 
 type Params = XlaBlockParams | XlaGatedBackwardParams
 
 
-class XlaGatedGroupedMatmul(Implementation[GatedInputs, GatedProblem, Any, XlaBlockParams, XlaGatedBackwardParams]):
-    """Serves every problem, in loops over blocks of rows of one group each."""
+class XlaGatedGroupedMatmul(Implementation[GatedInputs, Any, XlaBlockParams, XlaGatedBackwardParams]):
+    """Serves every call, in loops over blocks of rows of one group each."""
 
     platform: ClassVar[Platform] = Platform.XLA
     forward_params: ClassVar[type] = XlaBlockParams
     backward_params: ClassVar[type] = XlaGatedBackwardParams
     forward_mode: ClassVar[bool] = True
     symbolic_dimensions: ClassVar[bool] = True
+    serves: ClassVar[frozenset[str]] = frozenset({"group_offset"})
 
-    def not_supported_reasons(self, problem: GatedProblem, device: Device, direction: Direction) -> list[str]:
+    def reasons(self, inputs: GatedInputs, device: Device, direction: Direction) -> list[str]:
         return []
 
-    def heuristic(self, problem: GatedProblem, device: Device, direction: Direction) -> Params:
-        return _params(direction, block_rows(problem.rows, problem.groups, device))
+    def heuristic(self, inputs: GatedInputs, device: Device, direction: Direction) -> Params:
+        return _params(direction, block_rows(inputs.rows, inputs.groups, device))
 
-    def candidates(self, problem: GatedProblem, device: Device, direction: Direction) -> Iterable[Params]:
+    def candidates(self, inputs: GatedInputs, device: Device, direction: Direction) -> Iterable[Params]:
         # Recomputing is never faster: it is for callers who want the memory.
-        return [_params(direction, rows) for rows in candidate_rows(problem.rows, problem.groups, device)]
+        return [_params(direction, rows) for rows in candidate_rows(inputs.rows, inputs.groups, device)]
 
     def forward(self, inputs: GatedInputs, params: XlaBlockParams) -> GatedResults:
-        shape = (inputs.lhs.shape[0], inputs.gate.shape[2])
-        if 0 in (*inputs.lhs.shape, *inputs.gate.shape):
-            zeros = jnp.zeros(shape, inputs.options.out_dtype)
+        if inputs.is_empty:
+            zeros = jnp.zeros(inputs.out_shape, inputs.out_dtype)
             return zeros, zeros, zeros
         gate, up = (Products(inputs.product(x), params.block_rows) for x in (inputs.gate, inputs.up))
 
         def step(block: Block, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             both = gate.forward_block(block), up.forward_block(block)
-            rows = gated(inputs.options.activation, *both), *both
+            rows = gated(inputs.activation, *both), *both
             return tuple(block.written(array, x) for array, x in zip(results, rows, strict=True))
 
         # Both products of a block before the next block: its rows are read once, and are still in the cache.
-        out, gates, ups = gate.over_rows(step, [shape[1]] * 3, inputs.options.out_dtype)
+        out, gates, ups = gate.over_rows(step, [inputs.n] * 3, inputs.out_dtype)
         return out, gates, ups
 
     def backward(
         self, inputs: GatedInputs, results: Any, cotangents: jax.Array, params: XlaGatedBackwardParams
     ) -> dict[str, Any]:
         """Gradients of lhs, gate and up, of those that are used, from both pre-activations."""
-        if 0 in (*inputs.lhs.shape, *inputs.gate.shape):
+        if inputs.is_empty:
             return {name: jnp.zeros_like(getattr(inputs, name)) for name in ("lhs", "gate", "up")}
         if params.recompute:
             results = self.forward(kept_apart(inputs, cotangents), XlaBlockParams(params.block_rows))[1:]
         wide = accumulator(*(x.dtype for x in (inputs.lhs, inputs.gate, inputs.up)))
-        of_gate, of_up = gated_gradients(inputs.options.activation, results[0], results[1], cotangents, wide)
+        of_gate, of_up = gated_gradients(inputs.activation, results[0], results[1], cotangents, wide)
         gate, up = (Products(inputs.product(x), params.block_rows) for x in (inputs.gate, inputs.up))
-        gradients: dict[str, Any] = dict.fromkeys(("lhs", "gate", "up"))
-        if "lhs" in inputs.gradients:
+        gradients = {}
+        if inputs.wants("lhs"):
             gradients["lhs"] = _d_lhs(gate, up, of_gate, of_up)
         if "gate" in inputs.gradients:
             gradients["gate"] = gate.d_rhs(of_gate)

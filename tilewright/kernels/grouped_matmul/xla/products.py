@@ -1,6 +1,5 @@
 """The grouped matmul and its gradients over blocks of rows."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,13 +40,13 @@ class Products:
         size = block_rows if self.padding else min(block_rows, self.rows)
         self.blocks = Blocks(starts, ends, self.rows + self.padding, size)
         row_scale = by_blocks(inputs.lhs_scale)
-        self.inputs = dataclasses.replace(
-            inputs, lhs=self.padded(inputs.lhs), lhs_scale=None if row_scale is None else self.padded(row_scale)
+        self.inputs = inputs.replace(
+            lhs=self.padded(inputs.lhs), lhs_scale=None if row_scale is None else self.padded(row_scale)
         )
         self.factor = factor(inputs.lhs_scale, inputs.rhs_scale)
-        self.n_axis = 0 if inputs.options.transpose_rhs else 1
-        self.precision = inputs.options.precision
-        self.accumulator = accumulator(inputs.lhs.dtype, inputs.rhs.dtype, inputs.options.out_dtype)
+        self.n_axis = 0 if inputs.transpose_rhs else 1
+        self.precision = inputs.precision
+        self.accumulator = accumulator(inputs.lhs.dtype, inputs.rhs.dtype, inputs.out_dtype)
 
     def padded(self, array: jax.Array) -> jax.Array:
         return jnp.pad(array, ((0, self.padding), (0, 0))) if self.padding else array
@@ -89,7 +88,7 @@ class Products:
         def step(block: Block, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             return (block.written(out[0], self.forward_block(block)),)
 
-        return self.over_rows(step, [self.inputs.out_shape[1]], self.inputs.options.out_dtype)[0]
+        return self.over_rows(step, [self.inputs.out_shape[1]], self.inputs.out_dtype)[0]
 
     def d_lhs_block(self, block: Block, d_out: jax.Array) -> jax.Array:
         """The gradient of a block's rows of lhs, not rounded; ``d_out`` is padded."""

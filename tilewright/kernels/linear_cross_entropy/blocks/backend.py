@@ -5,8 +5,11 @@ from typing import Any, Protocol
 
 from tilewright.kernels.linear_cross_entropy.blocks import driver
 from tilewright.kernels.linear_cross_entropy.blocks.logits import LogitKernels
-from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem, LossResults
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossResults
 from tilewright.kernels.op.backend import Implementation
+
+SERVED_BY_LOOPS = frozenset({"token_weights", "z_loss", "is_part", "keeps_gradients"})
+"""The options that the loops compute whatever the kernels are."""
 
 
 class ForwardParams(Protocol):
@@ -38,7 +41,7 @@ class BackwardParams(Protocol):
 
 
 class BlockedCrossEntropy[Forward: ForwardParams, Backward: BackwardParams](
-    Implementation[LossInputs, LossProblem, LossResults, Forward, Backward]
+    Implementation[LossInputs, LossResults, Forward, Backward]
 ):
     """A backend whose kernels compute statistics of logits and gradients of them."""
 

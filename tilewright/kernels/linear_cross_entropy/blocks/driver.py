@@ -29,14 +29,14 @@ from tilewright.ops.kernel.arrays import is_symbolic
 def forward(
     inputs: LossInputs, kernels: LogitKernels, *, block_tokens: int | None, block_vocab: int, keep: bool = True
 ) -> LossResults:
-    """The results of a forward pass, with the gradients of the sum if the options say so.
+    """The results of a forward pass, with the gradients of the sum if the call keeps them.
 
     Args:
       block_tokens: tokens of a block; ``None`` for all as they lie, of which nothing is kept.
       block_vocab: classes of a block, of gradients.
       keep: gradients come from what the kernels keep.
     """
-    keeps = inputs.options.keeps_gradients
+    keeps = inputs.keeps_gradients
     if keeps and keep and not _is_whole(inputs, block_tokens):
         assert block_tokens is not None
         return _forward_keeping(inputs, kernels, block_tokens, block_vocab)
@@ -68,7 +68,7 @@ def backward(
     recompute: bool,
 ) -> dict[str, Any]:
     """Gradients of those arrays that are used; a sum's that the forward pass computed, or recomputed ones."""
-    if inputs.options.keeps_gradients and not recompute:
+    if inputs.keeps_gradients and not recompute:
         # In float32 until here, so that a factor such as a loss scale meets no rounded gradients.
         found = {name: getattr(results, f"d_{name}") for name in ("x", "weight", "bias")}
         found = {name: None if each is None else each * cotangents.total for name, each in found.items()}
@@ -78,14 +78,14 @@ def backward(
     found["token_weights"] = token_weights_gradient(inputs, results, cotangents)
     arrays = {name: getattr(inputs, name) for name in found}
     return {
-        name: None if each is None or name not in inputs.gradients else each.astype(arrays[name].dtype)
+        name: None if each is None or not inputs.wants(name) else each.astype(arrays[name].dtype)
         for name, each in found.items()
     }
 
 
 def head_of(inputs: LossInputs) -> Head:
     """The matrix, with what becomes of its logits."""
-    return Head(inputs.weight, inputs.bias, inputs.vocab_axis, inputs.options.logits_soft_cap, wide_dtype(inputs))
+    return Head(inputs.weight, inputs.bias, inputs.vocab_axis, inputs.logits_soft_cap, wide_dtype(inputs))
 
 
 def selected(x: jax.Array, labels: jax.Array) -> jax.Array:
@@ -120,7 +120,7 @@ def _statistics(inputs: LossInputs, kernels: LogitKernels, block_tokens: int) ->
 
 def _forward_keeping(inputs: LossInputs, kernels: LogitKernels, block_tokens: int, block_vocab: int) -> LossResults:
     """Blocks of tokens, each with the gradients of its losses from what it kept."""
-    head, options = head_of(inputs), inputs.options
+    head = head_of(inputs)
     x, labels, token_weights = _flat(inputs)
     blocks = TokenBlocks.of(labels != IGNORED, block_tokens)
     one = LossResults(None, None, total=jnp.ones((), head.wide))
@@ -131,7 +131,7 @@ def _forward_keeping(inputs: LossInputs, kernels: LogitKernels, block_tokens: in
         *parts, kept = kernels.statistics(of_x, of_labels, keep=True)
         # The gradients of Σ w t: what it is divided by, and its own cotangent, are one factor of the backward pass.
         weights = None if token_weights is None else rows_of(token_weights, rows)
-        cotangents = of_statistics(options, head.vocab, of_labels, weights, parts[0], one)
+        cotangents = of_statistics(inputs, of_labels, weights, parts[0], one)
         lse = jnp.where(of_labels == IGNORED, jnp.inf, parts[0])
 
         def of_block(block: Block) -> jax.Array:
@@ -144,7 +144,7 @@ def _forward_keeping(inputs: LossInputs, kernels: LogitKernels, block_tokens: in
 
     statistics = tuple(blocks.empty((), head.wide) for _ in range(3))
     d_x: Any = blocks.empty(x.shape[1:], head.wide)
-    totals = Totals.zeros(head, inputs.gradients, head.wide)
+    totals = Totals.zeros(head, inputs.wants, head.wide)
     operands = (head.weight, head.bias, x, labels, token_weights)
     found, d_x, totals = blocks.over(step, (statistics, d_x, totals), operands)
     parts = [blocks.by_token(each).reshape(inputs.labels.shape) for each in found]
@@ -162,10 +162,9 @@ def _recomputed(
     dtype: DTypeLike | None = None,
 ) -> dict[str, Any]:
     """The gradients of x, weight and bias from recomputed logits; that of the matrix in ``dtype`` if it is given."""
-    head, options, wanted = head_of(inputs), inputs.options, inputs.gradients
-    parts = of_statistics(options, head.vocab, inputs.labels, inputs.token_weights, results.lse, cotangents)
+    head, wants_x = head_of(inputs), inputs.wants("x")
+    parts = of_statistics(inputs, inputs.labels, inputs.token_weights, results.lse, cotangents)
     lse = jnp.where(inputs.labels == IGNORED, jnp.inf, results.lse)
-    wants_x = "x" in wanted
 
     def gradients(x: Any, labels: Any, lse: Any, parts: Any, totals: Totals, complete: bool) -> tuple[Any, Totals]:
         def of_block(block: Block) -> jax.Array:
@@ -176,7 +175,7 @@ def _recomputed(
 
     if _is_whole(inputs, block_tokens):
         # Each block of the matrix's gradient is complete at once, and is kept as it is returned.
-        totals = Totals.zeros(head, wanted, dtype or inputs.weight.dtype)
+        totals = Totals.zeros(head, inputs.wants, dtype or inputs.weight.dtype)
         x = selected(inputs.x, inputs.labels)
         d_x, totals = gradients(x, inputs.labels, lse, parts, totals, True)
         return {"x": d_x, "weight": totals.weight, "bias": totals.bias}
@@ -195,7 +194,7 @@ def _recomputed(
         of_d_x, totals = gradients(rows_of(x, rows), of_labels, of_lse, of_parts, totals, complete)
         return None if d_x is None else written(d_x, of_d_x, begin), totals
 
-    totals = Totals.zeros(head, wanted, dtype or (inputs.weight.dtype if complete else head.wide))
+    totals = Totals.zeros(head, inputs.wants, dtype or (inputs.weight.dtype if complete else head.wide))
     d_x = blocks.empty(x.shape[1:], head.wide) if wants_x else None
     operands = (head.weight, head.bias, x, labels, lse, flat)
     d_x, totals = blocks.over(step, (d_x, totals), operands)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from tilewright.kernels.linear_cross_entropy.blocks.logits import Cotangents
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block
-from tilewright.kernels.linear_cross_entropy.inputs import LossProblem
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +77,11 @@ def narrow_dtype(*operands: Any) -> Any:
     return jnp.bfloat16 if all(dtype == jnp.bfloat16 for dtype in operands) else jnp.float32
 
 
-def keeping_reasons(problem: LossProblem) -> list[str]:
+def keeping_reasons(inputs: LossInputs) -> list[str]:
     """Reasons why shares do not give the gradients of a call."""
-    options = problem.options
-    if options.logits_soft_cap is None:
+    if inputs.logits_soft_cap is None:
         return []
-    also = {"label_smoothing": options.needs_sum, "gradient_epsilon": options.gradient_epsilon is not None}
+    also = {"label_smoothing": inputs.needs_sum, "gradient_epsilon": inputs.gradient_epsilon is not None}
     return [
         f"gradients with logits_soft_cap and {name} are not made from what the forward pass keeps"
         for name, is_given in also.items()

@@ -100,10 +100,11 @@ class Totals:
     bias: jax.Array | None
 
     @classmethod
-    def zeros(cls, head: Head, names: frozenset[str], dtype: DTypeLike) -> "Totals":
+    def zeros(cls, head: Head, wants: Callable[[str], bool], dtype: DTypeLike) -> "Totals":
+        """Totals of no tokens; ``wants`` says whether the gradient of "weight" or "bias" is used."""
         return cls(
-            jnp.zeros(head.weight.shape, dtype) if "weight" in names else None,
-            jnp.zeros(head.bias.shape, head.wide) if head.bias is not None and "bias" in names else None,
+            jnp.zeros(head.weight.shape, dtype) if wants("weight") else None,
+            jnp.zeros(head.bias.shape, head.wide) if head.bias is not None and wants("bias") else None,
         )
 
 

@@ -8,7 +8,7 @@ from tilewright.kernels.hopper.matmul.dense import dense_plan
 from tilewright.kernels.hopper.matmul.operands import operand_reasons
 from tilewright.kernels.hopper.matmul.plan import plan_reasons
 from tilewright.kernels.linear_cross_entropy.blocks import driver
-from tilewright.kernels.linear_cross_entropy.blocks.backend import BlockedCrossEntropy
+from tilewright.kernels.linear_cross_entropy.blocks.backend import SERVED_BY_LOOPS, BlockedCrossEntropy
 from tilewright.kernels.linear_cross_entropy.hopper.logits import HopperLogits
 from tilewright.kernels.linear_cross_entropy.hopper.params import (
     STORE_MULTIPLE,
@@ -18,8 +18,8 @@ from tilewright.kernels.linear_cross_entropy.hopper.params import (
     can_keep,
     listed_params,
 )
-from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossProblem
-from tilewright.kernels.op.backend import Platform
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
+from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
@@ -34,52 +34,51 @@ class HopperLinearCrossEntropy(BlockedCrossEntropy[HopperLossParams, HopperLossB
 
     platform: ClassVar[Platform] = Platform.PALLAS
     keeps_lowering: ClassVar[bool] = True
+    serves: ClassVar[frozenset[str]] = SERVED_BY_LOOPS | {
+        "bias", "vocab_first", "label_smoothing", "logits_soft_cap", "gradient_epsilon",
+    }  # fmt: skip
     forward_params: ClassVar[type] = HopperLossParams
     backward_params: ClassVar[type] = HopperLossBackwardParams
 
-    def not_supported_reasons(self, problem: LossProblem, device: Device, direction: Direction) -> list[str]:
-        options, sizes = problem.options, {"d": problem.d}
-        if not options.vocab_first:
-            sizes["vocab"] = problem.vocab
+    def reasons(self, inputs: LossInputs, device: Device, direction: Direction) -> list[str]:
+        sizes = {"d": inputs.d}
+        if not inputs.vocab_first:
+            sizes["vocab"] = inputs.vocab
         reasons = device_reasons(device)
-        dtypes = {"x": problem.x_dtype, "weight": problem.weight_dtype}
+        dtypes = {"x": inputs.x_dtype, "weight": inputs.weight_dtype}
         reasons += operand_reasons(dtypes, "float32", sizes)
-        if options.is_distributed:
+        if inputs.is_distributed:
             reasons.append("XLA may split the tokens over devices, and would gather them for its kernels")
-        if (direction == "backward" or options.keeps_gradients) and problem.x_dtype.name == "float16":
+        if (direction == "backward" or inputs.keeps_gradients) and inputs.x_dtype.name == "float16":
             reasons.append("small gradients of logits would be zeros in float16")
-        if problem.vocab < STORE_MULTIPLE:
-            reasons.append(f"its kernels store at least {STORE_MULTIPLE} classes, got vocab={problem.vocab}")
-        if 0 in (problem.tokens, problem.d):
-            reasons.append(f"its kernels need tokens and d, got {problem.tokens=}, {problem.d=}")
+        if inputs.vocab < STORE_MULTIPLE:
+            reasons.append(f"its kernels store at least {STORE_MULTIPLE} classes, got vocab={inputs.vocab}")
+        if 0 in (inputs.tokens, inputs.d):
+            reasons.append(f"its kernels need tokens and d, got tokens={inputs.tokens}, d={inputs.d}")
         return reasons
 
-    def heuristic(self, problem: LossProblem, device: Device, direction: Direction) -> Params:
-        return next(iter(self.candidates(problem, device, direction)))
+    def candidates(self, inputs: LossInputs, device: Device, direction: Direction) -> Iterable[Params]:
+        return listed_params(inputs, direction, num_sms(device))
 
-    def candidates(self, problem: LossProblem, device: Device, direction: Direction) -> Iterable[Params]:
-        return listed_params(problem, direction, num_sms(device))
-
-    def config_reasons(self, problem: LossProblem, device: Device, direction: Direction, params: Params) -> list[str]:
-        reasons = plan_reasons(lambda: self.footprints(problem, device, direction, params))
-        if isinstance(params, HopperLossParams) and params.keep and problem.options.keeps_gradients:
-            reasons += can_keep(problem)
-        elif min(params.block_vocab, problem.vocab) % STORE_MULTIPLE:
+    def config_reasons(self, inputs: LossInputs, device: Device, direction: Direction, params: Params) -> list[str]:
+        reasons = plan_reasons(lambda: self.footprints(inputs, device, direction, params))
+        if isinstance(params, HopperLossParams) and params.keep and inputs.keeps_gradients:
+            reasons += can_keep(inputs)
+        elif min(params.block_vocab, inputs.vocab) % STORE_MULTIPLE:
             reasons.append(f"TMA stores rows of multiples of {STORE_MULTIPLE} classes, got {params}")
         return reasons
 
     def footprints(
-        self, problem: LossProblem, device: Device, direction: Direction, params: Params
+        self, inputs: LossInputs, device: Device, direction: Direction, params: Params
     ) -> Sequence[Footprint]:
         tiles = [params.statistics, params.gradient] if isinstance(params, HopperLossParams) else [params.gradient]
         # The shape of any array: panels take as much memory as whole tiles.
-        dtype, shape = problem.x_dtype, (8, 64)
+        dtype, shape = inputs.x_dtype, (8, 64)
         return [dense_plan(dtype, shape, shape, 1, each, dtype).footprint(num_sms(device)) for each in tiles]
 
     def kernels(self, inputs: LossInputs, params: Params) -> HopperLogits:
         statistics = params.statistics if isinstance(params, HopperLossParams) else params.gradient
-        options = inputs.options
         return HopperLogits(
-            driver.head_of(inputs), options.needs_sum, options.gradient_epsilon, statistics, params.gradient,
+            driver.head_of(inputs), inputs.needs_sum, inputs.gradient_epsilon, statistics, params.gradient,
             num_sms(current_device()),
         )  # fmt: skip

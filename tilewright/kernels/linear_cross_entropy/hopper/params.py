@@ -6,7 +6,7 @@ from tilewright.kernels.hopper.matmul.heuristics import dense_candidates
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.linear_cross_entropy.blocks.kept import keeping_reasons
 from tilewright.kernels.linear_cross_entropy.blocks.sizes import MULTIPLE, even_blocks, kept_tokens, vocab_block
-from tilewright.kernels.linear_cross_entropy.inputs import LossProblem
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -70,19 +70,19 @@ def _check(params: Params) -> None:
         raise ValueError(f"blocks must have tokens and classes, got {params}")
 
 
-def can_keep(problem: LossProblem) -> list[str]:
+def can_keep(inputs: LossInputs) -> list[str]:
     """Reasons why a forward pass cannot keep what gradients are made from."""
-    reasons = keeping_reasons(problem)
-    if problem.vocab % STORE_MULTIPLE:
-        reasons.append(f"TMA stores rows of multiples of {STORE_MULTIPLE} classes, got vocab={problem.vocab}")
+    reasons = keeping_reasons(inputs)
+    if inputs.vocab % STORE_MULTIPLE:
+        reasons.append(f"TMA stores rows of multiples of {STORE_MULTIPLE} classes, got vocab={inputs.vocab}")
     return reasons
 
 
-def recomputing_block(problem: LossProblem) -> int:
+def recomputing_block(inputs: LossInputs) -> int:
     """Classes of a block of all tokens."""
-    size = vocab_block(problem.tokens, problem.vocab, 2)
+    size = vocab_block(inputs.tokens, inputs.vocab, 2)
     # TMA stores no rows of other lengths; two blocks that overlap by a few classes have them.
-    return size if size % STORE_MULTIPLE == 0 else even_blocks(problem.vocab, problem.vocab - 1, MULTIPLE)
+    return size if size % STORE_MULTIPLE == 0 else even_blocks(inputs.vocab, inputs.vocab - 1, MULTIPLE)
 
 
 def _tiles(rows: int, columns: int, d: int, sms: int) -> list[MatmulParams]:
@@ -90,10 +90,10 @@ def _tiles(rows: int, columns: int, d: int, sms: int) -> list[MatmulParams]:
     return [tile for tile in dense_candidates(rows, columns, d, sms) if not tile.turns]
 
 
-def listed_params(problem: LossProblem, direction: Direction, sms: int) -> list[Params]:
+def listed_params(inputs: LossInputs, direction: Direction, sms: int) -> list[Params]:
     """Params worth measuring, best guess first."""
-    tokens, vocab, d = problem.tokens, problem.vocab, problem.d
-    block = recomputing_block(problem)
+    tokens, vocab, d = inputs.tokens, inputs.vocab, inputs.d
+    block = recomputing_block(inputs)
     of_gradient = _tiles(tokens, block, d, sms)
     if direction == "backward":
         found: list[Params] = [HopperLossBackwardParams(None, block, tile, True) for tile in of_gradient]
@@ -101,8 +101,8 @@ def listed_params(problem: LossProblem, direction: Direction, sms: int) -> list[
         if halved % STORE_MULTIPLE == 0 and halved < block:
             found.append(HopperLossBackwardParams(None, halved, of_gradient[0], True))
         kept = [HopperLossBackwardParams(None, block, of_gradient[0], False)]
-        return [*kept, *found] if problem.options.keeps_gradients else found
-    keep = problem.options.keeps_gradients and not can_keep(problem)
+        return [*kept, *found] if inputs.keeps_gradients else found
+    keep = inputs.keeps_gradients and not can_keep(inputs)
     rows = even_blocks(tokens, STATISTICS_TOKENS, 128)
     if keep:  # one pass over all classes: no slices of the matrix and of its gradient are copied
         rows, block = kept_tokens(tokens, vocab, 2), vocab

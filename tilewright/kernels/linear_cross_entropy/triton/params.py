@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from tilewright.kernels.linear_cross_entropy.blocks.kept import keeping_reasons, narrow_dtype
 from tilewright.kernels.linear_cross_entropy.blocks.sizes import MULTIPLE, even_blocks
-from tilewright.kernels.linear_cross_entropy.inputs import LossProblem
+from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 from tilewright.kernels.triton.matmul import TritonTile
@@ -90,55 +90,58 @@ _ODD = ((64, 64, 32, 4, 3), (64, 128, 32, 8, 3), (32, 64, 32, 4, 3))
 """For sizes whose rows are not aligned, or which no step along d divides: masks and addresses take registers."""
 
 
-def tiles(problem: LossProblem, device: Device) -> list[TritonTile]:
+def tiles(inputs: LossInputs, device: Device) -> list[TritonTile]:
     """Tiles worth measuring, best guess first, with no more rows than there are tokens."""
-    options = problem.options
-    unaligned = problem.d % 32 or (problem.vocab % 8 and not options.vocab_first)
+    unaligned = inputs.d % 32 or (inputs.vocab % 8 and not inputs.vocab_first)
     listed: tuple[tuple[int, ...], ...]
-    if problem.x_dtype.itemsize == 4:
+    if inputs.x_dtype.itemsize == 4:
         listed = _FLOAT32
     elif unaligned:
         listed = _ODD
     elif device.capability is not None and (9, 0) <= device.capability < (12, 0):
         # With two of these, 128 registers of logits spill.
-        more = (options.logits_soft_cap is not None, problem.has_bias or options.needs_sum, problem.vocab % 256 != 0)
+        more = (
+            inputs.logits_soft_cap is not None,
+            inputs.bias is not None or inputs.needs_sum,
+            inputs.vocab % 256 != 0,
+        )
         listed = tuple(each for each in _HOPPER if sum(more) < 2 or each[1] <= 128)
     else:
         listed = _AMPERE
-    most = power_of_two(problem.tokens, MIN_DOT)
+    most = power_of_two(inputs.tokens, MIN_DOT)
     # A step that divides d needs no mask along it.
     return list(
         dict.fromkeys(
-            TritonTile(min(rows, most), columns, 32 if problem.d % depth else depth, *rest)
+            TritonTile(min(rows, most), columns, 32 if inputs.d % depth else depth, *rest)
             for rows, columns, depth, *rest in listed
         )
     )
 
 
-def block_sizes(problem: LossProblem, *, keep: bool) -> tuple[int, int]:
+def block_sizes(inputs: LossInputs, *, keep: bool) -> tuple[int, int]:
     """Tokens and classes of a block within the workspace.
 
     Many classes come first: with all of them the matmuls add to the sums themselves, and a compiled program leaves out
     the gradient of the matrix if it is not used. Measured of kept gradients alone, where blocks of 16384 classes took
     21 % more time than all 131072.
     """
-    size = jnp.dtype(narrow_dtype(problem.x_dtype, problem.weight_dtype)).itemsize
+    size = jnp.dtype(narrow_dtype(inputs.x_dtype, inputs.weight_dtype)).itemsize
     least, tokens = 128 if keep else MIN_TOKENS, MAX_TOKENS
-    while tokens > least and tokens * problem.vocab * size > WORKSPACE:
+    while tokens > least and tokens * inputs.vocab * size > WORKSPACE:
         tokens //= 2
     if keep:  # what is kept of a token is of the whole vocabulary
-        return tokens, problem.vocab
-    return tokens, even_blocks(problem.vocab, max(MULTIPLE, WORKSPACE // (size * tokens)), MULTIPLE)
+        return tokens, inputs.vocab
+    return tokens, even_blocks(inputs.vocab, max(MULTIPLE, WORKSPACE // (size * tokens)), MULTIPLE)
 
 
-def listed_params(problem: LossProblem, device: Device, direction: Direction) -> list[Params]:
+def listed_params(inputs: LossInputs, device: Device, direction: Direction) -> list[Params]:
     """Params worth measuring, best guess first."""
-    found, sums = tiles(problem, device), problem.options.keeps_gradients
-    keep = direction == "forward" and sums and not keeping_reasons(problem)
-    tokens, vocab = block_sizes(problem, keep=keep)
+    found, sums = tiles(inputs, device), inputs.keeps_gradients
+    keep = direction == "forward" and sums and not keeping_reasons(inputs)
+    tokens, vocab = block_sizes(inputs, keep=keep)
     sizes = [(2 * tokens, vocab), (tokens // 2, vocab)]
     if not keep:
-        sizes.append((2 * tokens, even_blocks(problem.vocab, max(MULTIPLE, vocab // 4), MULTIPLE)))
+        sizes.append((2 * tokens, even_blocks(inputs.vocab, max(MULTIPLE, vocab // 4), MULTIPLE)))
     if direction == "forward":
         listed: list[Params] = [TritonLossParams(tokens, vocab, tile, tile, keep) for tile in found]
         return [*listed, *(TritonLossParams(*each, found[0], found[0], keep) for each in sizes)]
@@ -149,22 +152,22 @@ def listed_params(problem: LossProblem, device: Device, direction: Direction) ->
     return listed
 
 
-def footprints(problem: LossProblem, params: Params) -> list[Footprint]:
+def footprints(inputs: LossInputs, params: Params) -> list[Footprint]:
     """Threads, shared memory and the greatest number of blocks of each kernel that params launch."""
-    rows = min(params.block_tokens or problem.tokens, max(problem.tokens, 1))
+    rows = min(params.block_tokens or inputs.tokens, max(inputs.tokens, 1))
     kernels = []
     if isinstance(params, TritonLossParams):
-        kernels.append((params.statistics, problem.vocab))
-    recomputes = problem.options.keeps_gradients and not params.keep if isinstance(params, TritonLossParams) else (
-        params.recompute or not problem.options.keeps_gradients
+        kernels.append((params.statistics, inputs.vocab))
+    recomputes = inputs.keeps_gradients and not params.keep if isinstance(params, TritonLossParams) else (
+        params.recompute or not inputs.keeps_gradients
     )  # fmt: skip
     if recomputes:
-        kernels.append((params.gradient, min(params.block_vocab, problem.vocab)))
+        kernels.append((params.gradient, min(params.block_vocab, inputs.vocab)))
     return [
         Footprint(
             blocks=-(-rows // tile.rows) * -(-classes // tile.columns),
             threads=32 * tile.num_warps,
-            shared_bytes=tile.shared_bytes(problem.x_dtype.itemsize),
+            shared_bytes=tile.shared_bytes(inputs.x_dtype.itemsize),
         )
         for tile, classes in kernels
     ]

@@ -10,7 +10,6 @@ from tilewright.kernels.linear_cross_entropy.blocks.tokens import TokenBlocks, r
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head, Totals, add_gradients, over_blocks
 from tilewright.kernels.linear_cross_entropy.kl_inputs import (
     KlInputs,
-    KlProblem,
     KlResults,
     completed,
     of_statistics,
@@ -21,39 +20,36 @@ from tilewright.kernels.linear_cross_entropy.xla.params import (
     Params,
     XlaLossBackwardParams,
     XlaLossParams,
-    block_sizes,
     candidate_sizes,
 )
-from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.ops.kernel.arrays import is_symbolic
 from tilewright.ops.types import Device, Direction
 
 
-class XlaLinearKlDivergence(Implementation[KlInputs, KlProblem, KlResults, XlaLossParams, XlaLossBackwardParams]):
-    """Serves every problem."""
+class XlaLinearKlDivergence(Implementation[KlInputs, KlResults, XlaLossParams, XlaLossBackwardParams]):
+    """Serves every call."""
 
     platform: ClassVar[Platform] = Platform.XLA
+    serves: ClassVar[frozenset[str]] = frozenset(
+        {"mask", "token_weights", "temperature", "vocab_first", "logits_soft_cap", "is_part"}
+    )
     forward_params: ClassVar[type] = XlaLossParams
     backward_params: ClassVar[type] = XlaLossBackwardParams
     forward_mode: ClassVar[bool] = True
     symbolic_dimensions: ClassVar[bool] = True
 
-    def not_supported_reasons(self, problem: KlProblem, device: Device, direction: Direction) -> list[str]:
+    def reasons(self, inputs: KlInputs, device: Device, direction: Direction) -> list[str]:
         return []
 
-    def heuristic(self, problem: KlProblem, device: Device, direction: Direction) -> Params:
-        whole = problem.options.is_distributed
-        return _params(direction, block_sizes(problem.tokens, problem.vocab, device, whole=whole))
-
-    def candidates(self, problem: KlProblem, device: Device, direction: Direction) -> Iterable[Params]:
-        whole = problem.options.is_distributed
-        return [
-            _params(direction, each) for each in candidate_sizes(problem.tokens, problem.vocab, device, whole=whole)
-        ]
+    def candidates(self, inputs: KlInputs, device: Device, direction: Direction) -> Iterable[Params]:
+        sizes = candidate_sizes(inputs.tokens, inputs.vocab, device, whole=inputs.is_distributed)
+        return [XlaLossParams(*each) if direction == "forward" else XlaLossBackwardParams(*each) for each in sizes]
 
     def forward(self, inputs: KlInputs, params: XlaLossParams) -> KlResults:
         heads = heads_of(inputs)
-        if params.block_tokens is None or 0 in inputs.tokens:
+        if params.block_tokens is None or 0 in inputs.token_shape:
             rows = [jnp.where(inputs.valid[..., None], x, 0) for x in (inputs.student_x, inputs.teacher_x)]
             return completed(inputs, *_statistics(heads, rows[0], rows[1], params.block_vocab))
         flat, valid = _flat(inputs)
@@ -65,33 +61,27 @@ class XlaLinearKlDivergence(Implementation[KlInputs, KlProblem, KlResults, XlaLo
 
         init = tuple(blocks.empty((), inputs.wide) for _ in range(3))
         found = blocks.over(step, init, (heads[0].weight, heads[1].weight, *flat))
-        return completed(inputs, *(blocks.by_token(each).reshape(inputs.tokens) for each in found))
+        return completed(inputs, *(blocks.by_token(each).reshape(inputs.token_shape) for each in found))
 
     def backward(
         self, inputs: KlInputs, results: KlResults, cotangents: KlResults, params: XlaLossBackwardParams
     ) -> dict[str, Any]:
         """Gradients of those arrays that are used, from recomputed logits."""
-        heads, wanted = heads_of(inputs), inputs.gradients
-        wants = tuple(f"{side}_x" in wanted for side in ("student", "teacher"))
-        names = [
-            frozenset({"weight"}) if f"{side}_weight" in wanted else frozenset[str]() for side in ("student", "teacher")
-        ]
+        heads = heads_of(inputs)
+        wants = tuple(inputs.wants(f"{side}_x") for side in _SIDES)
         # A token that does not count has probabilities of zero, whatever its logits.
         lses = [jnp.where(inputs.valid, x, jnp.inf) for x in (results.student_lse, results.teacher_lse)]
         by_token = [*lses, results.difference, *of_statistics(inputs, cotangents)]
         count = inputs.valid.size
-        if params.block_tokens is None or 0 in inputs.tokens:
+        if params.block_tokens is None or 0 in inputs.token_shape:
             rows = [jnp.where(inputs.valid[..., None], x, 0) for x in (inputs.student_x, inputs.teacher_x)]
-            totals = tuple(Totals.zeros(head, each, head.weight.dtype) for head, each in zip(heads, names, strict=True))
+            totals = _zeros(inputs, heads, complete=True)
             d_xs, totals = _gradients(heads, rows, by_token, totals, params.block_vocab, wants=wants, complete=True)
         else:
             flat, valid = _flat(inputs)
             blocks = TokenBlocks.of(valid, params.block_tokens)
             complete = not is_symbolic(count) and count <= params.block_tokens
-            totals = tuple(
-                Totals.zeros(head, each, head.weight.dtype if complete else head.wide)
-                for head, each in zip(heads, names, strict=True)
-            )
+            totals = _zeros(inputs, heads, complete=complete)
             given = [each.reshape(-1) for each in by_token]
 
             def step(begin: jax.Array, rows: jax.Array, carry: Any) -> Any:
@@ -125,18 +115,26 @@ class XlaLinearKlDivergence(Implementation[KlInputs, KlProblem, KlResults, XlaLo
         }
 
 
-def _params(direction: Direction, sizes: tuple[int | None, int]) -> Params:
-    return XlaLossParams(*sizes) if direction == "forward" else XlaLossBackwardParams(*sizes)
-
-
 def heads_of(inputs: KlInputs) -> tuple[Head, Head]:
     """Student and teacher."""
-    options, axis = inputs.options, inputs.vocab_axis
     student, teacher = (
-        Head(weight, None, axis, options.logits_soft_cap, inputs.wide, 1 / options.temperature)
+        Head(weight, None, inputs.vocab_axis, inputs.logits_soft_cap, inputs.wide, 1 / inputs.temperature)
         for weight in (inputs.student_weight, inputs.teacher_weight)
     )
     return student, teacher
+
+
+_SIDES = ("student", "teacher")
+
+
+def _zeros(inputs: KlInputs, heads: tuple[Head, Head], *, complete: bool) -> tuple[Totals, ...]:
+    """Gradients of both matrices so far; if they are complete with one block of tokens, in the dtypes of these."""
+
+    def of(side: str, head: Head) -> Totals:
+        dtype = head.weight.dtype if complete else head.wide
+        return Totals.zeros(head, lambda name: inputs.wants(f"{side}_{name}"), dtype)
+
+    return tuple(of(side, head) for side, head in zip(_SIDES, heads, strict=True))
 
 
 def _flat(inputs: KlInputs) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:

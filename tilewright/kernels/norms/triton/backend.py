@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.norms.inputs import NormInputs, NormOptions, NormProblem, NormResults, normed
+from tilewright.kernels.norms.inputs import NormInputs, NormResults, normed
 from tilewright.kernels.norms.triton.params import (
     VECTOR_BYTES,
     NormBackwardParams,
@@ -19,7 +19,8 @@ from tilewright.kernels.norms.triton.params import (
     kept_elements,
     params_reasons,
 )
-from tilewright.kernels.op.backend import Implementation, Platform
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint, launch_reasons
 from tilewright.kernels.triton import launch, unavailable
 from tilewright.kernels.triton.limits import power_of_two
@@ -38,38 +39,39 @@ MAX_UNPACKED = {"forward": 32, "backward": 20}
 type Params = NormForwardParams | NormBackwardParams
 
 
-class TritonNorm(Implementation[NormInputs, NormProblem, NormResults, NormForwardParams, NormBackwardParams]):
+class TritonNorm(Implementation[NormInputs, NormResults, NormForwardParams, NormBackwardParams]):
     """Serves float16, bfloat16 and float32; sums are in float32, in one order."""
 
     platform: ClassVar[Platform] = Platform.TRITON
     forward_params: ClassVar[type] = NormForwardParams
     backward_params: ClassVar[type] = NormBackwardParams
     late_import: ClassVar[str] = "triton"
+    serves: ClassVar[frozenset[str]] = frozenset({"residual", "weight", "bias", "eps", "weight_offset"})
 
-    def not_supported_reasons(self, problem: NormProblem, device: Device, direction: Direction) -> list[str]:
+    def reasons(self, inputs: NormInputs, device: Device, direction: Direction) -> list[str]:
         reasons = unavailable(device)
-        dtypes = {"x": problem.dtype, "weight": problem.weight_dtype, "bias": problem.bias_dtype}
-        for name, dtype in dtypes.items():
-            if dtype is not None and dtype.name not in ("float16", "bfloat16", "float32"):
-                reasons.append(f"{name} must be float16, bfloat16 or float32, not {dtype}")
-        if problem.rows > MAX_ROWS:
-            reasons.append(f"{problem.rows=} must be at most {MAX_ROWS}")
+        for name in ("x", "weight", "bias"):
+            x = inputs.arrays[name]
+            if x is not None and x.dtype.name not in ("float16", "bfloat16", "float32"):
+                reasons.append(f"{name} must be float16, bfloat16 or float32, not {x.dtype}")
+        if inputs.rows > MAX_ROWS:
+            reasons.append(f"{inputs.rows=} must be at most {MAX_ROWS}")
         return reasons
 
-    def heuristic(self, problem: NormProblem, device: Device, direction: Direction) -> Params:
-        return forward_params(problem, device) if direction == "forward" else backward_params(problem, device)
+    def heuristic(self, inputs: NormInputs, device: Device, direction: Direction) -> Params:
+        return forward_params(inputs, device) if direction == "forward" else backward_params(inputs, device)
 
-    def candidates(self, problem: NormProblem, device: Device, direction: Direction) -> Iterable[Params]:
-        return candidates(problem, device, direction)
+    def candidates(self, inputs: NormInputs, device: Device, direction: Direction) -> Iterable[Params]:
+        return candidates(inputs, device, direction)
 
-    def config_reasons(self, problem: NormProblem, device: Device, direction: Direction, params: Params) -> list[str]:
-        footprints = self.footprints(problem, device, direction, params)
-        return params_reasons(problem, direction, params) + launch_reasons(footprints, device)
+    def config_reasons(self, inputs: NormInputs, device: Device, direction: Direction, params: Params) -> list[str]:
+        footprints = self.footprints(inputs, device, direction, params)
+        return params_reasons(inputs, direction, params) + launch_reasons(footprints, device)
 
     def footprints(
-        self, problem: NormProblem, device: Device, direction: Direction, params: Params
+        self, inputs: NormInputs, device: Device, direction: Direction, params: Params
     ) -> Sequence[Footprint]:
-        return [footprint(problem, direction, params)]
+        return [footprint(inputs, direction, params)]
 
     def forward(self, inputs: NormInputs, params: NormForwardParams) -> NormResults:
         shape, columns = inputs.x.shape, inputs.x.shape[-1]
@@ -131,8 +133,7 @@ def _over_groups(run: Callable[[Any, Any], Any], by_row: Any, shared: Any) -> An
 
 def _packed(x: jax.Array, params: Params, direction: Direction) -> bool:
     """True if threads hold 16-bit rows as they are stored: in float32 they would not fit into registers."""
-    problem = NormProblem.of(NormInputs(x, None, None, None, NormOptions("rms")))
-    return x.dtype.itemsize == 2 and kept_elements(problem, params) > MAX_UNPACKED[direction]
+    return x.dtype.itemsize == 2 and kept_elements(NormInputs(x, "rms"), params) > MAX_UNPACKED[direction]
 
 
 def _struct(shape: tuple[int, ...], dtype: object, present: bool = True) -> jax.ShapeDtypeStruct:
@@ -140,7 +141,7 @@ def _struct(shape: tuple[int, ...], dtype: object, present: bool = True) -> jax.
     return jax.ShapeDtypeStruct(shape if present else (0,), dtype)
 
 
-def _forward(by_row: Any, shared: Any, options: NormOptions, params: NormForwardParams) -> Any:
+def _forward(by_row: Any, shared: Any, options: dict[str, Any], params: NormForwardParams) -> Any:
     """``(out, total)``, [groups, rows, columns] each; total is None without a residual."""
     from tilewright.kernels.norms.triton import kernels
 
@@ -152,8 +153,8 @@ def _forward(by_row: Any, shared: Any, options: NormOptions, params: NormForward
     groups, rows, columns = x.shape
     # Params were chosen for one group before vmap.
     if shape[0] > 1:
-        problem = NormProblem.of(NormInputs(x, residual, weight, bias, options))
-        params = forward_params(problem, current_device())
+        inputs = NormInputs(x, residual=residual, weight=weight, bias=bias, **options)
+        params = forward_params(inputs, current_device())
     absent = jnp.zeros((0,), x.dtype)
     tiles = -(-rows // params.rows_per_program)
     one_pass = {"even": rows % params.rows_per_program == 0, "packed": _packed(x, params, "forward")}
@@ -168,12 +169,12 @@ def _forward(by_row: Any, shared: Any, options: NormOptions, params: NormForward
             "columns": columns,
             "block_rows": params.rows_per_program,
             "block_columns": params.block_columns,
-            "layer": options.kind == "layer",
+            "layer": options["kind"] == "layer",
             "has_residual": residual is not None,
             "has_weight": weight is not None,
             "has_bias": bias is not None,
-            "eps": float(options.eps),
-            "weight_offset": float(options.weight_offset),
+            "eps": float(options["eps"]),
+            "weight_offset": float(options["weight_offset"]),
             "weight_stride": columns if groups > 1 else 0,
         }
         | (one_pass if params.passes == 1 else {}),
@@ -183,26 +184,25 @@ def _forward(by_row: Any, shared: Any, options: NormOptions, params: NormForward
     return out.reshape(shape), None if residual is None else total.reshape(shape)
 
 
-def _backward(by_row: Any, shared: Any, options: NormOptions, params: NormBackwardParams) -> Any:
+def _backward(by_row: Any, shared: Any, options: dict[str, Any], params: NormBackwardParams) -> Any:
     """``(d_x, d_weight, d_bias)``: [groups, rows, columns], then [groups, columns] or None without such an input."""
     from tilewright.kernels.norms.triton import kernels
 
     (x, d_out, d_total), (weight, bias) = by_row, shared
     groups, rows, columns = x.shape
     if groups > 1:
-        problem = NormProblem.of(NormInputs(x, None, weight, bias, options))
-        params = backward_params(problem, current_device())
+        params = backward_params(NormInputs(x, weight=weight, bias=bias, **options), current_device())
     tiles = -(-rows // params.rows_per_program)
     programs = max(min(params.num_programs // groups, tiles), 1)
-    whole, layer, f32 = params.passes == 1, options.kind == "layer", jnp.float32
+    whole, layer, f32 = params.passes == 1, options["kind"] == "layer", jnp.float32
     absent = jnp.zeros((0,), f32)
     weight_stride = 0 if weight is None or weight.shape[0] == 1 else columns
     common = {
         "columns": columns,
         "layer": layer,
         "has_weight": weight is not None,
-        "eps": float(options.eps),
-        "weight_offset": float(options.weight_offset),
+        "eps": float(options["eps"]),
+        "weight_offset": float(options["weight_offset"]),
         "weight_stride": weight_stride,
     }
     scale = absent if weight is None else weight

@@ -15,10 +15,11 @@ from tilewright.kernels.cuda.kernel import CudaKernel
 from tilewright.kernels.cuda.requirements import Compare, DeviceField, Fact, Field, Predicate
 from tilewright.kernels.cuda.table import Variant, VariantTable, instance
 from tilewright.kernels.cuda.toolchain import CUTLASS_TYPES, cutlass
-from tilewright.kernels.op.backend import InferenceImplementation, Platform
+from tilewright.kernels.op.backend import InferenceImplementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint
-from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs, PagedProblem
-from tilewright.kernels.paged_attention.packed import DIMS, is_deprioritized, packed_reasons
+from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs
+from tilewright.kernels.paged_attention.packed import DIMS, SERVES, is_deprioritized, packed_reasons
 from tilewright.kernels.paged_attention.results import Results, empty_forward, run_with_sequential_vmap
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.types import Device, Direction
@@ -101,44 +102,42 @@ class CudaPackedParams:
     """Empty: all sizes follow from shared memory and registers."""
 
 
-class CudaPackedAttention(InferenceImplementation[PagedInputs, PagedProblem, Results, CudaPackedParams]):
+class CudaPackedAttention(InferenceImplementation[PagedInputs, Results, CudaPackedParams]):
     """Supports packed queries over pages in float16 and bfloat16 on compute capability 9.0."""
 
     platform: ClassVar[Platform] = Platform.CUDA
     forward_params: ClassVar[type] = CudaPackedParams
+    serves: ClassVar[frozenset[str]] = SERVES
 
-    def forward_reasons(self, problem: PagedProblem, device: Device) -> list[str]:
-        why = packed_reasons(problem, device)
-        if not problem.options.softmax_scale > 0:
-            why.append(f"needs a positive scale, got {problem.options.softmax_scale=}")
-        if max(problem.num_pages * problem.page_size, problem.tokens * problem.heads) >= COUNT_LIMIT:
-            why.append(f"rows must be counted by 32 bits, got {problem.num_pages=}, {problem.page_size=}")
+    def forward_reasons(self, inputs: PagedInputs, device: Device) -> list[str]:
+        why = packed_reasons(inputs, device)
+        if not inputs.softmax_scale > 0:
+            why.append(f"needs a positive scale, got {inputs.softmax_scale=}")
+        if max(inputs.num_pages * inputs.page_size, inputs.tokens * inputs.heads) >= COUNT_LIMIT:
+            why.append(f"rows must be counted by 32 bits, got {inputs.num_pages=}, {inputs.page_size=}")
         # Without elements no kernel runs, so no variant has to fit.
-        if why or 0 in (problem.tokens, problem.num_pages, problem.sequences, problem.capacity):
+        if why or 0 in (inputs.tokens, inputs.num_pages, inputs.sequences, inputs.capacity):
             return why
-        return KERNEL.reasons(problem_fields(problem), device)
+        return KERNEL.reasons(problem_fields(inputs), device)
 
-    def heuristic(self, problem: PagedProblem, device: Device, direction: Direction) -> CudaPackedParams:
-        return CudaPackedParams()
-
-    def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> list[CudaPackedParams]:
+    def candidates(self, inputs: PagedInputs, device: Device, direction: Direction) -> list[CudaPackedParams]:
         return [CudaPackedParams()]
 
-    def deprioritized(self, problem: PagedProblem, device: Device, direction: Direction) -> bool:
-        return is_deprioritized(problem, device)
+    def deprioritized(self, inputs: PagedInputs, device: Device, direction: Direction) -> bool:
+        return is_deprioritized(inputs, device)
 
     def footprints(
-        self, problem: PagedProblem, device: Device, direction: Direction, params: CudaPackedParams
+        self, inputs: PagedInputs, device: Device, direction: Direction, params: CudaPackedParams
     ) -> list[Footprint]:
         """One block per multiprocessor; shared memory is checked by the requirements."""
         return [Footprint(device.cores)]
 
     def builds(
-        self, problem: PagedProblem, device: Device, direction: Direction, params: CudaPackedParams
+        self, inputs: PagedInputs, device: Device, direction: Direction, params: CudaPackedParams
     ) -> list[Build]:
-        if 0 in (problem.tokens, problem.num_pages, problem.sequences, problem.capacity):
+        if 0 in (inputs.tokens, inputs.num_pages, inputs.sequences, inputs.capacity):
             return []
-        group = KERNEL.needed(problem_fields(problem), device)
+        group = KERNEL.needed(problem_fields(inputs), device)
         return [] if group is None else [group]
 
     def all_builds(self, device: Device) -> list[Build]:
@@ -151,27 +150,26 @@ class CudaPackedAttention(InferenceImplementation[PagedInputs, PagedProblem, Res
         return run_with_sequential_vmap(_run, inputs)
 
 
-def problem_fields(problem: PagedProblem) -> dict[str, int]:
+def problem_fields(inputs: PagedInputs) -> dict[str, int]:
     """Describes a call by the table's fields."""
-    options = problem.options
     return {
-        "tokens": problem.tokens,
-        "sequences": problem.sequences,
-        "heads": problem.heads,
-        "kv_heads": problem.kv_heads,
-        "head_dim": problem.head_dim,
-        "dtype": DTYPES.index("f16" if problem.dtype == np.float16 else "bf16"),
-        "num_pages": problem.num_pages,
-        "page_size": problem.page_size,
-        "columns": problem.capacity // problem.page_size,
-        "left": FAR if options.left is None else options.left,
-        "right": FAR if options.right is None else options.right,
+        "tokens": inputs.tokens,
+        "sequences": inputs.sequences,
+        "heads": inputs.heads,
+        "kv_heads": inputs.kv_heads,
+        "head_dim": inputs.head_dim,
+        "dtype": DTYPES.index("f16" if inputs.dtype == np.float16 else "bf16"),
+        "num_pages": inputs.num_pages,
+        "page_size": inputs.page_size,
+        "columns": inputs.columns,
+        "left": FAR if inputs.left is None else inputs.left,
+        "right": FAR if inputs.right is None else inputs.right,
     }
 
 
 def _run(inputs: PagedInputs) -> Results:
-    problem, device = PagedProblem.of(inputs), current_device()
-    fields = problem_fields(problem)
+    device = current_device()
+    fields = problem_fields(inputs)
     variant, reasons = KERNEL.select(fields, device)
     if variant is None:
         raise UnsupportedError("packed attention in CUDA C++", reasons)
@@ -180,6 +178,6 @@ def _run(inputs: PagedInputs) -> Results:
         jax.ShapeDtypeStruct(inputs.query.shape[:2], jnp.float32),
     ]
     operands = [inputs.query, inputs.key, inputs.value, inputs.page_table, inputs.kv_lengths, inputs.cum_q_lens]
-    attributes = {"scale": np.float32(problem.options.softmax_scale)}
+    attributes = {"scale": np.float32(inputs.softmax_scale)}
     out, lse = KERNEL.call(variant, fields, device, operands, outputs, attributes)
     return out, lse

@@ -11,11 +11,12 @@ from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_
 from tilewright.kernels.hopper.limits import SWIZZLE_ROWS, WARPGROUP_THREADS
 from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.numerics.softmax import sinks_lse
-from tilewright.kernels.op.backend import InferenceImplementation, Platform
+from tilewright.kernels.op.backend import InferenceImplementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.paged_attention.hopper.latent import WARPGROUPS, latent_kernel
 from tilewright.kernels.paged_attention.hopper.latent_work import BLOCK_K, LATENT_DIM, VALUE_DIM, LatentCall, LatentPlan
-from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
+from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.results import Results, empty_forward, run_with_sequential_vmap
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
@@ -55,38 +56,34 @@ class HopperLatentParams:
             raise ValueError(f"there are 1 to {MAX_SPLITS} splits, got {self.num_key_splits=}")
 
 
-class PallasGpuPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Results, HopperLatentParams]):
+class PallasGpuPagedAttention(InferenceImplementation[PagedInputs, Results, HopperLatentParams]):
     """Serves pages of latents of 512 and 64 in float16 and bfloat16 on compute capability 9.0."""
 
     platform: ClassVar[Platform] = Platform.PALLAS
     keeps_lowering: ClassVar[bool] = True
     forward_params: ClassVar[type] = HopperLatentParams
+    serves: ClassVar[frozenset[str]] = frozenset({"softmax_aux", "right", "q_length", "latent_dim"})
 
-    def forward_reasons(self, problem: PagedProblem, device: Device) -> list[str]:
-        why, options = device_reasons(device), problem.options
-        if options.latent_dim is None or (problem.head_dim, problem.value_dim) != (LATENT_DIM, VALUE_DIM):
+    def forward_reasons(self, inputs: PagedInputs, device: Device) -> list[str]:
+        why = device_reasons(device)
+        if inputs.latent_dim is None or (inputs.head_dim, inputs.value_dim) != (LATENT_DIM, VALUE_DIM):
             why.append(
                 f"serves latents of {LATENT_DIM} whose first {VALUE_DIM} elements are the value, "
-                f"got {problem.head_dim=}, {problem.value_dim=}, {options.latent_dim=}"
+                f"got {inputs.head_dim=}, {inputs.value_dim=}, {inputs.latent_dim=}"
             )
-        why += dtype_reasons(problem)
-        if problem.kv_dtype != problem.dtype or any(shape is not None for shape in problem.scale_shapes):
-            why.append(f"takes latents in the query's dtype and no scales, got {problem.kv_dtype=}")
-        if not problem.paged or problem.packed or problem.starts or problem.kv_heads != 1:
+        why += dtype_reasons(inputs)
+        if inputs.key.dtype != inputs.dtype:
+            why.append(f"takes latents in the query's dtype, got {inputs.kv_dtype=}")
+        if inputs.page_table is None or inputs.cum_q_lens is not None or inputs.kv_heads != 1:
             why.append("takes a page table, equally many query tokens of every sequence, and one latent for all heads")
-        if problem.page_size % BLOCK_K:
-            why.append(f"a page must have a multiple of {BLOCK_K} tokens, got {problem.page_size=}")
-        if options.left is not None or options.logits_soft_cap is not None or problem.alibi:
-            why.append("has no sliding window on the left, no soft cap and no ALiBi")
+        if inputs.page_size % BLOCK_K:
+            why.append(f"a page must have a multiple of {BLOCK_K} tokens, got {inputs.page_size=}")
         return why
 
-    def heuristic(self, problem: PagedProblem, device: Device, direction: Direction) -> HopperLatentParams:
-        return self.candidates(problem, device, direction)[0]
-
-    def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> list[HopperLatentParams]:
+    def candidates(self, inputs: PagedInputs, device: Device, direction: Direction) -> list[HopperLatentParams]:
         """Best first by the cost for sequences that fill their page tables; lengths are not read."""
-        tiles = -(-problem.capacity // BLOCK_K)
-        items = problem.sequences * -(-problem.longest_q * problem.heads // ROWS)
+        tiles = -(-inputs.capacity // BLOCK_K)
+        items = inputs.sequences * -(-inputs.longest_q * inputs.heads // ROWS)
         cores = num_sms(device)
 
         def cost(splits: int) -> int:
@@ -99,16 +96,16 @@ class PallasGpuPagedAttention(InferenceImplementation[PagedInputs, PagedProblem,
         chosen = [*numbers[:3], *(number for number in others if number <= most)]
         first, *rest = dict.fromkeys(chosen)
         # Few query rows leave the tensor cores idle: only memory traffic counts, and a prefetch reads latents twice.
-        prefetched = (0, 2) if problem.longest_q * problem.heads < ROWS else (2, 0)
+        prefetched = (0, 2) if inputs.longest_q * inputs.heads < ROWS else (2, 0)
         made = [HopperLatentParams(first, each) for each in (*prefetched, 4)]
         return [*made, *(HopperLatentParams(number, prefetched[0]) for number in rest)]
 
     def footprints(
-        self, problem: PagedProblem, device: Device, direction: Direction, params: HopperLatentParams
+        self, inputs: PagedInputs, device: Device, direction: Direction, params: HopperLatentParams
     ) -> list[Footprint]:
-        items = problem.sequences * -(-problem.longest_q * problem.heads // ROWS)
+        items = inputs.sequences * -(-inputs.longest_q * inputs.heads // ROWS)
         blocks = items * params.num_key_splits
-        return [Footprint(blocks, WARPGROUP_THREADS * WARPGROUPS, LatentPlan(problem.dtype).shared_bytes)]
+        return [Footprint(blocks, WARPGROUP_THREADS * WARPGROUPS, LatentPlan(inputs.dtype).shared_bytes)]
 
     def forward(self, inputs: PagedInputs, params: HopperLatentParams) -> Results:
         """``(out, lse)``; lse is float32."""
@@ -118,18 +115,18 @@ class PallasGpuPagedAttention(InferenceImplementation[PagedInputs, PagedProblem,
 
 
 def _run(inputs: PagedInputs, params: HopperLatentParams) -> Results:
-    options, tokens, heads = inputs.options, *inputs.query.shape[:2]
+    tokens, heads = inputs.tokens, inputs.heads
     assert inputs.page_table is not None
-    assert options.q_length is not None
+    assert inputs.q_length is not None
     call = LatentCall(
         sequences=inputs.sequences,
-        q_length=options.q_length,
+        q_length=inputs.q_length,
         heads=heads,
-        num_pages=inputs.key.shape[0],
+        num_pages=inputs.num_pages,
         page_size=inputs.page_size,
-        columns=inputs.page_table.shape[1],
-        softmax_scale=options.softmax_scale,
-        right=options.right,
+        columns=inputs.columns,
+        softmax_scale=inputs.softmax_scale,
+        right=inputs.right,
         splits=params.num_key_splits,
         prefetched=params.prefetched,
         partial=params.num_key_splits > 1 or inputs.softmax_aux is not None,

@@ -6,12 +6,13 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from tilewright.kernels.hopper.limits import SHARED_BYTES, WARPGROUP_THREADS
-from tilewright.kernels.op.backend import InferenceImplementation, Platform
+from tilewright.kernels.op.backend import InferenceImplementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.paged_attention.hopper.packed import chunk_kernel
 from tilewright.kernels.paged_attention.hopper.packed_work import CONSUMERS, ChunkCall, ordered_work, present_pages
-from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
-from tilewright.kernels.paged_attention.packed import is_deprioritized, packed_reasons
+from tilewright.kernels.paged_attention.inputs import PagedInputs
+from tilewright.kernels.paged_attention.packed import SERVES, is_deprioritized, packed_reasons
 from tilewright.kernels.paged_attention.results import Results, empty_forward, run_with_sequential_vmap
 from tilewright.kernels.paged_attention.token_layout import boundaries, max_tiles, packed_tiles, packed_tokens
 from tilewright.ops.types import Device, Direction
@@ -40,40 +41,38 @@ class HopperChunkParams:
             raise ValueError(f"the producer needs a stage ahead of the consumers, 8 at most, got {self.num_stages=}")
 
 
-class PallasGpuPackedAttention(InferenceImplementation[PagedInputs, PagedProblem, Results, HopperChunkParams]):
+class PallasGpuPackedAttention(InferenceImplementation[PagedInputs, Results, HopperChunkParams]):
     """Serves packed queries over pages in float16 and bfloat16 on compute capability 9.0."""
 
     platform: ClassVar[Platform] = Platform.PALLAS
     keeps_lowering: ClassVar[bool] = True
     forward_params: ClassVar[type] = HopperChunkParams
+    serves: ClassVar[frozenset[str]] = SERVES
 
-    def forward_reasons(self, problem: PagedProblem, device: Device) -> list[str]:
-        return packed_reasons(problem, device)
+    def forward_reasons(self, inputs: PagedInputs, device: Device) -> list[str]:
+        return packed_reasons(inputs, device)
 
-    def heuristic(self, problem: PagedProblem, device: Device, direction: Direction) -> HopperChunkParams:
-        return self.candidates(problem, device, direction)[0]
-
-    def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> list[HopperChunkParams]:
+    def candidates(self, inputs: PagedInputs, device: Device, direction: Direction) -> list[HopperChunkParams]:
         # Not three: the slot of a step would take a division, for which ptxas spills registers.
         listed = [HopperChunkParams(2), HopperChunkParams(4)]
-        return [params for params in listed if not self.config_reasons(problem, device, direction, params)]
+        return [params for params in listed if not self.config_reasons(inputs, device, direction, params)]
 
     def config_reasons(
-        self, problem: PagedProblem, device: Device, direction: Direction, params: HopperChunkParams
+        self, inputs: PagedInputs, device: Device, direction: Direction, params: HopperChunkParams
     ) -> list[str]:
-        taken = _call(problem, params).plan(problem.dtype, problem.head_dim).shared_bytes
+        taken = _call(inputs, params).plan(inputs.dtype, inputs.head_dim).shared_bytes
         if taken > SHARED_BYTES:
             return [f"{params} takes {taken} bytes of shared memory"]
         return []
 
-    def deprioritized(self, problem: PagedProblem, device: Device, direction: Direction) -> bool:
-        return is_deprioritized(problem, device)
+    def deprioritized(self, inputs: PagedInputs, device: Device, direction: Direction) -> bool:
+        return is_deprioritized(inputs, device)
 
     def footprints(
-        self, problem: PagedProblem, device: Device, direction: Direction, params: HopperChunkParams
+        self, inputs: PagedInputs, device: Device, direction: Direction, params: HopperChunkParams
     ) -> list[Footprint]:
-        call = _call(problem, params)
-        plan = call.plan(problem.dtype, problem.head_dim)
+        call = _call(inputs, params)
+        plan = call.plan(inputs.dtype, inputs.head_dim)
         return [Footprint(call.tiles * call.kv_heads, WARPGROUP_THREADS * (CONSUMERS + 1), plan.shared_bytes)]
 
     def forward(self, inputs: PagedInputs, params: HopperChunkParams) -> Results:
@@ -83,27 +82,26 @@ class PallasGpuPackedAttention(InferenceImplementation[PagedInputs, PagedProblem
         return run_with_sequential_vmap(lambda inputs: _run(inputs, params), inputs)
 
 
-def _call(problem: PagedProblem, params: HopperChunkParams) -> ChunkCall:
-    several = max(BLOCK_K // problem.page_size, 1)
+def _call(inputs: PagedInputs, params: HopperChunkParams) -> ChunkCall:
+    several = max(BLOCK_K // inputs.page_size, 1)
     call = ChunkCall(
         tiles=0,
-        kv_heads=problem.kv_heads,
-        group=problem.groups,
-        page_size=problem.page_size,
-        columns=-(-(problem.capacity // problem.page_size) // several) * several,
+        kv_heads=inputs.kv_heads,
+        group=inputs.groups,
+        page_size=inputs.page_size,
+        columns=-(-(inputs.columns) // several) * several,
         block_k=BLOCK_K,
         num_stages=params.num_stages,
-        softmax_scale=problem.options.softmax_scale,
-        left=problem.options.left,
-        right=problem.options.right,
+        softmax_scale=inputs.softmax_scale,
+        left=inputs.left,
+        right=inputs.right,
     )
-    tiles = max_tiles(problem.tokens, problem.sequences + 2, CONSUMERS * call.tokens)
+    tiles = max_tiles(inputs.tokens, inputs.sequences + 2, CONSUMERS * call.tokens)
     return dataclasses.replace(call, tiles=tiles)
 
 
 def _run(inputs: PagedInputs, params: HopperChunkParams) -> Results:
-    problem = PagedProblem.of(inputs)
-    call, tokens, sequences = _call(problem, params), problem.tokens, problem.sequences
+    call, tokens, sequences = _call(inputs, params), inputs.tokens, inputs.sequences
     assert inputs.page_table is not None
     assert inputs.value is not None
     # Tokens before and behind those of the sequences become two more sequences, without keys.
@@ -113,7 +111,7 @@ def _run(inputs: PagedInputs, params: HopperChunkParams) -> Results:
     plan, starts = packed_tiles(cum, lengths, tokens, each)
     of_tiles = lengths[plan.sequence]
     plan = plan._replace(sequence=jnp.clip(plan.sequence - 1, 0, sequences - 1))
-    table, bits = present_pages(inputs.page_table, problem.num_pages, call)
+    table, bits = present_pages(inputs.page_table, inputs.num_pages, call)
     work = ordered_work(plan, of_tiles, call)
     out, lse = chunk_kernel(inputs.query, inputs.key, inputs.value, table, bits, work, call=call)
 
@@ -122,4 +120,4 @@ def _run(inputs: PagedInputs, params: HopperChunkParams) -> Results:
     consumer, token = jnp.divmod(owners.offset % each, call.tokens)
     lse = lse[..., : call.group * call.tokens].reshape(call.tiles, call.kv_heads, CONSUMERS, call.group, call.tokens)
     lse = lse[starts[owners.sequence] + owners.offset // each, :, consumer, :, token]
-    return out, lse.reshape(tokens, problem.heads)
+    return out, lse.reshape(tokens, inputs.heads)

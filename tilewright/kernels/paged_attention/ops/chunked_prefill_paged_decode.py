@@ -8,7 +8,8 @@ from jax.typing import ArrayLike
 from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
-from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
+from tilewright.kernels.paged_attention.inputs import PagedInputs
+from tilewright.kernels.paged_attention.op import PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import ServingOptions
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -49,8 +50,8 @@ class ChunkedPrefillPagedDecode(PagedAttentionKernel):
         seq_lens: ArrayLike,
         query_start_loc: ArrayLike,
         **options: Unpack[ServingOptions],
-    ) -> Call:
-        """Checks a call and returns the core's problem."""
+    ) -> PagedInputs:
+        """Checks a call and returns it as the core takes it."""
         return self.canonical_blocks(
             query,
             key_cache,

@@ -9,7 +9,8 @@ from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
-from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
+from tilewright.kernels.paged_attention.inputs import PagedInputs
+from tilewright.kernels.paged_attention.op import PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import ServingOptions
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -50,8 +51,8 @@ class DecodeAttention(PagedAttentionKernel):
         lengths: ArrayLike,
         page_table: ArrayLike | None = None,
         **options: Unpack[ServingOptions],
-    ) -> Call:
-        """Checks a call and returns the core's problem."""
+    ) -> PagedInputs:
+        """Checks a call and returns it as the core takes it."""
         queries = arguments.query_array(query, (3,), "[sequences, heads, head_dim]")
         layout = "[sequences, kv_length, kv_heads, head_dim], or pages"
         keys, values = arguments.cache_arrays(key, arguments.required("value", value), layout)

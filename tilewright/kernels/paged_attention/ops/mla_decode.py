@@ -7,12 +7,13 @@ from typing import Any, Unpack
 from jax.typing import ArrayLike
 
 from tilewright.kernels.op.arguments import as_array, integer, reshape
+from tilewright.kernels.op.backend import lazy
 from tilewright.kernels.op.cases import Arguments
-from tilewright.kernels.op.portfolio import lazy
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.cases import CACHE_OPTIONS, ServingCase, serving_cases
-from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
+from tilewright.kernels.paged_attention.inputs import PagedInputs
+from tilewright.kernels.paged_attention.op import PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import LatentOptions
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -81,8 +82,8 @@ class MlaDecode(PagedAttentionKernel):
         causal: bool = True,
         scale: ArrayLike | None = None,
         **options: Unpack[LatentOptions],
-    ) -> Call:
-        """Checks a call and returns the core's problem."""
+    ) -> PagedInputs:
+        """Checks a call and returns it as the core takes it."""
         layout = "[sequences, heads, head_dim] or [sequences, q_length, heads, head_dim]"
         queries = arguments.query_array(query, (3, 4), layout)
         latents = as_array("latent_pages", latent_pages)

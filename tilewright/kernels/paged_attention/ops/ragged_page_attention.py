@@ -10,7 +10,8 @@ from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.cases import CACHE_OPTIONS, ServingCase, serving_cases
-from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
+from tilewright.kernels.paged_attention.inputs import PagedInputs
+from tilewright.kernels.paged_attention.op import PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import ServingOptions
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -68,8 +69,8 @@ class RaggedPageAttention(PagedAttentionKernel):
         new_value: ArrayLike | None = None,
         causal: bool = True,
         **options: Unpack[ServingOptions],
-    ) -> Call:
-        """Checks a call and returns the core's problem."""
+    ) -> PagedInputs:
+        """Checks a call and returns it as the core takes it."""
         queries = arguments.query_array(query, (3,), "[tokens, heads, head_dim]")
         keys, values = arguments.page_arrays(key_pages, value_pages)
         if (new_key is None) != (new_value is None):

@@ -9,7 +9,8 @@ from jax.typing import ArrayLike
 from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
-from tilewright.kernels.paged_attention.op import Call, PagedAttentionKernel
+from tilewright.kernels.paged_attention.inputs import PagedInputs
+from tilewright.kernels.paged_attention.op import PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import UnifiedOptions
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -63,8 +64,8 @@ class UnifiedAttention(PagedAttentionKernel):
         k_descale: ArrayLike | None = None,
         v_descale: ArrayLike | None = None,
         **options: Unpack[UnifiedOptions],
-    ) -> Call:
-        """Checks a call and returns the core's problem."""
+    ) -> PagedInputs:
+        """Checks a call and returns it as the core takes it."""
         return self.canonical_blocks(
             query,
             key_cache,

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from tilewright.kernels.op.arguments import PlatformOption, as_array, platforms, reshape
+from tilewright.kernels.op.backend import lazy
 from tilewright.kernels.op.cases import Arguments
-from tilewright.kernels.op.portfolio import Choice, InferenceKernel, lazy
+from tilewright.kernels.op.choice import Choice
+from tilewright.kernels.op.portfolio import InferenceKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.roofline import Cost
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
 from tilewright.kernels.paged_attention.debugging import report
-from tilewright.kernels.paged_attention.op import Call
 from tilewright.kernels.paged_attention.reference import write_reference
 from tilewright.kernels.paged_attention.sampling import Draw
 from tilewright.kernels.paged_attention.writing import Cache, WriteInputs, check_split_by_heads
@@ -36,7 +37,7 @@ class UpdateCase(ServingCase):
 
 
 @stable_id("tilewright/update_pages.UpdatePages", formerly=("tilewright.kernels.update_pages.op:UpdatePages",))
-class UpdatePages(InferenceKernel[WriteInputs, WriteInputs, Cache]):
+class UpdatePages(InferenceKernel[WriteInputs, Cache]):
     """Writes packed tokens into pages; see ``update_pages`` for the arguments."""
 
     cases = serving_cases(UpdateCase, packed=True)
@@ -62,7 +63,7 @@ class UpdatePages(InferenceKernel[WriteInputs, WriteInputs, Cache]):
         value_scale: ArrayLike | None = None,
         platform: PlatformOption = None,
         cfg: Any = None,
-    ) -> Call:
+    ) -> WriteInputs:
         """Checks a call; adds a head axis to pages of latents."""
         pages, new = as_array("key_pages", key_pages), as_array("key", key)
         # Latents have one head for all: backends see an axis of size 1, which `outputs` removes.
@@ -94,78 +95,61 @@ class UpdatePages(InferenceKernel[WriteInputs, WriteInputs, Cache]):
             q_length=1,
             writes=True,
         )
-        scales = (
-            arguments.scale_array("key_scale", key_scale, keys),
-            arguments.scale_array("value_scale", value_scale, values),
-        )
-        args = (keys, values, *scales, new, new_value, table, lengths, cum)
-        return args, {"kv_dtype": keys.dtype.name, "headless": headless, "platform": platforms(platform)}
-
-    def inputs(
-        self,
-        key_pages: jax.Array,
-        value_pages: jax.Array | None,
-        key_scale: jax.Array | None,
-        value_scale: jax.Array | None,
-        key: jax.Array,
-        value: jax.Array | None,
-        page_table: jax.Array,
-        kv_lengths: jax.Array,
-        cum_q_lens: jax.Array | None,
-        *,
-        kv_dtype: str,
-        **_: Any,
-    ) -> WriteInputs:
-        """The prepared arguments in the form that backends take."""
         return WriteInputs(
-            key_pages, value_pages, key_scale, value_scale, key, value, page_table, kv_lengths, cum_q_lens, kv_dtype
+            keys,
+            value_pages=values,
+            key_scale=arguments.scale_array("key_scale", key_scale, keys),
+            value_scale=arguments.scale_array("value_scale", value_scale, values),
+            key=new,
+            value=new_value,
+            page_table=table,
+            kv_lengths=lengths,
+            cum_q_lens=cum,
+            kv_dtype=keys.dtype.name,
+            headless=headless,
+            platform=platforms(platform),
         )
 
     def results(self, inputs: WriteInputs) -> Any:
         """The cache in its shapes and dtypes."""
-        cache = (inputs.key_pages, inputs.value_pages, inputs.key_scale, inputs.value_scale)
-        return tuple(None if array is None else struct_like(array) for array in cache)
+        return tuple(None if array is None else struct_like(array) for array in inputs.cache)
 
-    def outputs(self, inputs: WriteInputs, results: Cache, *_: Any, headless: bool, **kwargs: Any) -> Any:
+    def outputs(self, inputs: WriteInputs, results: Cache) -> Any:
         """The arrays of the cache that exist, in the caller's shapes."""
         key, *others = results
-        if headless:
+        if inputs.headless:
             key = key.reshape(*key.shape[:2], key.shape[3])
         found = (key, *(array for array in others if array is not None))
         return found if len(found) > 1 else key
 
-    def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """The oracle on prepared arguments."""
-        inputs = self.inputs(*args, **kwargs)
-        return self.outputs(inputs, write_reference(inputs), **kwargs)
+    def reference(self, inputs: WriteInputs) -> Any:
+        return self.outputs(inputs, write_reference(inputs))
 
-    def sample_inputs(self, invocation: Invocation[Any, Any], key: jax.Array) -> Call:
+    def sampled(self, inputs: WriteInputs, key: jax.Array) -> WriteInputs:
         """Normal arrays, a table of distinct pages if there are enough, lengths of at least half."""
-        pages, value_pages, key_scale, value_scale, new, value, table, lengths, cum = invocation.abstract_args
-        draw = Draw(key)
-        counts = draw.counts(new.shape[0], lengths.shape[0])
-        capacity = table.shape[1] * pages.shape[1]
+        draw, sequences = Draw(key), inputs.kv_lengths.shape[0]
+        counts = draw.counts(inputs.key.shape[0], sequences)
+        capacity = inputs.page_table.shape[1] * inputs.key_pages.shape[1]
         with jax.ensure_compile_time_eval():
-            args = (
-                draw.cache(pages),
-                draw.cache(value_pages),
-                draw.scale(key_scale, pages),
-                draw.scale(value_scale, value_pages),
-                draw.floats(new),
-                draw.floats(value),
-                draw.table(table, pages.shape[0]),
-                jnp.maximum(draw.lengths(capacity, lengths.shape[0]), counts).astype(jnp.int32),
-                None if cum is None else jnp.append(0, jnp.cumsum(counts)).astype(jnp.int32),
+            return inputs.replace(
+                key_pages=draw.cache(inputs.key_pages),
+                value_pages=draw.cache(inputs.value_pages),
+                key_scale=draw.scale(inputs.key_scale, inputs.key_pages),
+                value_scale=draw.scale(inputs.value_scale, inputs.value_pages),
+                key=draw.floats(inputs.key),
+                value=draw.floats(inputs.value),
+                page_table=draw.table(inputs.page_table, inputs.key_pages.shape[0]),
+                kv_lengths=jnp.maximum(draw.lengths(capacity, sequences), counts).astype(jnp.int32),
+                cum_q_lens=None if inputs.cum_q_lens is None else jnp.append(0, jnp.cumsum(counts)).astype(jnp.int32),
             )
-        return args, dict(invocation.abstract_kwargs)
 
     # No core_dims: a scatter follows the types of the pages, and the new tokens are split likewise.
 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """Bytes of the new tokens, read once and written once."""
-        problem = self.problem_of(inv)
-        tokens = [new for new in (problem.key, problem.value) if new is not None]
-        stored = problem.key_pages.dtype.itemsize
+        inputs = self.inputs_of(inv)
+        tokens = [new for new in (inputs.key, inputs.value) if new is not None]
+        stored = inputs.key_pages.dtype.itemsize
         return Cost(0.0, float(sum(new.size * (new.dtype.itemsize + stored) for new in tokens)))
 
     def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:

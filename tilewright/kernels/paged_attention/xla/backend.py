@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterable
 from typing import ClassVar
 
-from tilewright.kernels.op.backend import InferenceImplementation, Platform
-from tilewright.kernels.paged_attention.inputs import PagedInputs, PagedProblem
+from tilewright.kernels.op.backend import InferenceImplementation
+from tilewright.kernels.op.choice import Platform
+from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.results import Results, empty_forward
 from tilewright.kernels.paged_attention.xla.forward import paged_forward
 from tilewright.ops.kernel.arrays import at_most, is_symbolic
@@ -24,46 +25,52 @@ SYMBOLIC_BLOCK_Q = 16
 """Query rows per tile if the number of tokens is a symbolic dimension: decoding wastes little, chunks fill several."""
 
 
-class XlaPagedAttention(InferenceImplementation[PagedInputs, PagedProblem, Results, FwdParams]):
-    """Serves every problem; its params use ``q_blocksize``, ``kv_blocksize`` and ``blocksize_heads``.
+class XlaPagedAttention(InferenceImplementation[PagedInputs, Results, FwdParams]):
+    """Serves every call; its params use ``q_blocksize``, ``kv_blocksize`` and ``blocksize_heads``.
 
     ``blocksize_heads`` is the number of score matrices (query tiles × heads) processed at once.
     """
 
     platform: ClassVar[Platform] = Platform.XLA
     forward_params: ClassVar[type] = FwdParams
-    symbolic_dimensions = True
+    symbolic_dimensions: ClassVar[bool] = True
+    serves: ClassVar[frozenset[str]] = frozenset(
+        {
+            "kv_starts", "key_scale", "value_scale", "alibi_slopes", "softmax_aux", "left", "right", "logits_soft_cap",
+            "q_length", "latent_dim",
+        }
+    )  # fmt: skip
 
-    def forward_reasons(self, problem: PagedProblem, device: Device) -> list[str]:
+    def forward_reasons(self, inputs: PagedInputs, device: Device) -> list[str]:
         return []
 
-    def heuristic(self, problem: PagedProblem, device: Device, direction: Direction) -> FwdParams:
-        return _params(problem, device, 256 if device.kind == "cpu" else 1024)
+    def heuristic(self, inputs: PagedInputs, device: Device, direction: Direction) -> FwdParams:
+        return _params(inputs, device, 256 if device.kind == "cpu" else 1024)
 
-    def candidates(self, problem: PagedProblem, device: Device, direction: Direction) -> Iterable[FwdParams]:
+    def candidates(self, inputs: PagedInputs, device: Device, direction: Direction) -> Iterable[FwdParams]:
         sizes = (128, 256, 512, 1024) if device.kind == "cpu" else (256, 512, 1024, 2048, 4096)
-        params_list = [_params(problem, device, size) for size in sizes]
-        return [params for params in dict.fromkeys(params_list) if params != self.heuristic(problem, device, direction)]
+        params_list = [_params(inputs, device, size) for size in sizes]
+        return [params for params in dict.fromkeys(params_list) if params != self.heuristic(inputs, device, direction)]
 
     def forward(self, inputs: PagedInputs, params: FwdParams) -> Results:
         """``(out, lse)``; lse is float32, or float64 for float64 queries."""
         if inputs.is_empty:
             return empty_forward(inputs)
-        longest = inputs.options.q_length or inputs.query.shape[0]
+        longest = inputs.q_length or inputs.tokens
         block_q = at_most(longest, params.q_blocksize or 1)
         block_k = at_most(inputs.capacity, params.kv_blocksize or 256)
-        return paged_forward(inputs, block_q, block_k, max((params.blocksize_heads or 1) // inputs.query.shape[1], 1))
+        return paged_forward(inputs, block_q, block_k, max((params.blocksize_heads or 1) // inputs.heads, 1))
 
 
-def _params(problem: PagedProblem, device: Device, block_k: int) -> FwdParams:
-    if is_symbolic(problem.tokens, problem.sequences, problem.capacity):
-        block_q = at_most(problem.longest_q, SYMBOLIC_BLOCK_Q)
-        return FwdParams(q_blocksize=block_q, kv_blocksize=at_most(problem.capacity, block_k), blocksize_heads=1)
-    mean = math.ceil(problem.tokens / max(problem.sequences, 1))
-    block_q = min(1 << (mean - 1).bit_length() if mean > 1 else 1, MAX_BLOCK_Q, max(problem.longest_q, 1))
-    block_k = max(min(block_k, problem.capacity), 1)
+def _params(inputs: PagedInputs, device: Device, block_k: int) -> FwdParams:
+    if is_symbolic(inputs.tokens, inputs.sequences, inputs.capacity):
+        block_q = at_most(inputs.longest_q, SYMBOLIC_BLOCK_Q)
+        return FwdParams(q_blocksize=block_q, kv_blocksize=at_most(inputs.capacity, block_k), blocksize_heads=1)
+    mean = math.ceil(inputs.tokens / max(inputs.sequences, 1))
+    block_q = min(1 << (mean - 1).bit_length() if mean > 1 else 1, MAX_BLOCK_Q, max(inputs.longest_q, 1))
+    block_k = max(min(block_k, inputs.capacity), 1)
     # Gathered keys and values, and logits, in float32.
-    tile = block_k * (problem.kv_heads * (problem.head_dim + problem.value_dim) + problem.heads * block_q) * 4
+    tile = block_k * (inputs.kv_heads * (inputs.head_dim + inputs.value_dim) + inputs.heads * block_q) * 4
     budget = CPU_BYTES if device.kind == "cpu" else ACCELERATOR_BYTES
     tiles = max(budget // max(tile, 1), 1)
-    return FwdParams(q_blocksize=block_q, kv_blocksize=block_k, blocksize_heads=tiles * problem.heads)
+    return FwdParams(q_blocksize=block_q, kv_blocksize=block_k, blocksize_heads=tiles * inputs.heads)

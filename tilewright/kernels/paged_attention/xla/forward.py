@@ -72,7 +72,7 @@ def paged_forward(inputs: PagedInputs, block_q: int, block_k: int, tiles_at_once
 def _tiles(inputs: PagedInputs, block_q: int) -> tuple[Tiles, Any]:
     """The tiles, and for each token its row among the rows of all tiles; ``None`` if rows are tokens."""
     tokens, heads, head_dim = inputs.query.shape
-    kv_heads, q_length = inputs.key.shape[2], inputs.options.q_length
+    kv_heads, q_length = inputs.key.shape[2], inputs.q_length
     sequences, lengths = inputs.sequences, bounded(inputs.kv_lengths)
     shape = (block_q, kv_heads, heads // kv_heads, head_dim)
     if q_length is not None and q_length % block_q == 0:
@@ -103,16 +103,15 @@ def _padded(x: jax.Array, count: int) -> Any:
 
 def _attend(inputs: PagedInputs, tiles: Tiles, block_k: int) -> tuple[Any, Any]:
     """``(out [tiles, block_q, kv_heads, groups, value_dim], lse [...])`` of some tiles."""
-    options = inputs.options
     # The range of positions that any row sees: the first one, and the one after the last.
     low = jnp.zeros_like(tiles.first)
     if inputs.kv_starts is not None:
         low = bounded(inputs.kv_starts)[tiles.sequence]
-    if options.left is not None:
-        low = jnp.maximum(low, tiles.first - options.left)
+    if inputs.left is not None:
+        low = jnp.maximum(low, tiles.first - inputs.left)
     end = jnp.minimum(bounded(inputs.kv_lengths)[tiles.sequence], inputs.capacity)
-    if options.right is not None:
-        end = jnp.minimum(end, tiles.first + tiles.rows + options.right)
+    if inputs.right is not None:
+        end = jnp.minimum(end, tiles.first + tiles.rows + inputs.right)
     end = jnp.where(tiles.rows > 0, end, 0)
     # From a multiple of ``block_k`` on, so that the pieces of a block begin where pieces of pages do.
     start = low // block_k * block_k
@@ -141,10 +140,10 @@ def _initial(inputs: PagedInputs, tiles: Tiles) -> tuple[Any, Any, Any]:
 
 
 def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: State) -> Any:
-    options, dtype = inputs.options, accumulation_dtype(inputs.query.dtype)
+    dtype = accumulation_dtype(inputs.query.dtype)
     block_q = tiles.query.shape[1]
     logits = jnp.einsum("tqhgd,tkhd->thgqk", tiles.query, block.key, preferred_element_type=dtype)
-    logits = logits * jnp.asarray(options.softmax_scale, dtype)
+    logits = logits * jnp.asarray(inputs.softmax_scale, dtype)
     # A token's scale is the same for all elements of a head: one multiplication of a logit instead of one for each
     # element.
     if block.key_scale is not None:
@@ -154,13 +153,13 @@ def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: State) -> Any:
     if inputs.alibi_slopes is not None:
         slopes = inputs.alibi_slopes.astype(dtype).reshape(1, *logits.shape[1:3], 1, 1)
         logits = logits + slopes * distance[:, None, None].astype(dtype)
-    if options.logits_soft_cap is not None:
-        logits = options.logits_soft_cap * jnp.tanh(logits / options.logits_soft_cap)
+    if inputs.logits_soft_cap is not None:
+        logits = inputs.logits_soft_cap * jnp.tanh(logits / inputs.logits_soft_cap)
     visible = block.present[:, None, :] & (jnp.arange(block_q)[:, None] < tiles.rows[:, None, None])
-    if options.left is not None:
-        visible &= distance >= -options.left
-    if options.right is not None:
-        visible &= distance <= options.right
+    if inputs.left is not None:
+        visible &= distance >= -inputs.left
+    if inputs.right is not None:
+        visible &= distance <= inputs.right
     logits = jnp.where(visible[:, None, None], logits, -jnp.inf)
 
     row_max = jnp.maximum(state[0], jnp.max(logits, axis=-1))

@@ -3,27 +3,26 @@
 from collections.abc import Iterable
 from typing import ClassVar
 
-from tilewright.kernels.op.backend import InferenceImplementation, Platform
+from tilewright.kernels.op.backend import InferenceImplementation
+from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.paged_attention.writing import Cache, WriteInputs, write_pages
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import FwdParams
 
 
-class XlaUpdatePages(InferenceImplementation[WriteInputs, WriteInputs, Cache, FwdParams]):
-    """Serves every problem; has no params."""
+class XlaUpdatePages(InferenceImplementation[WriteInputs, Cache, FwdParams]):
+    """Serves every call; has no params."""
 
     platform: ClassVar[Platform] = Platform.XLA
     forward_params: ClassVar[type] = FwdParams
-    symbolic_dimensions = True
+    symbolic_dimensions: ClassVar[bool] = True
+    serves: ClassVar[frozenset[str]] = frozenset({"key_scale", "value_scale"})
 
-    def forward_reasons(self, problem: WriteInputs, device: Device) -> list[str]:
+    def forward_reasons(self, inputs: WriteInputs, device: Device) -> list[str]:
         return []
 
-    def heuristic(self, problem: WriteInputs, device: Device, direction: Direction) -> FwdParams:
-        return FwdParams()
-
-    def candidates(self, problem: WriteInputs, device: Device, direction: Direction) -> Iterable[FwdParams]:
-        return []
+    def candidates(self, inputs: WriteInputs, device: Device, direction: Direction) -> Iterable[FwdParams]:
+        return [FwdParams()]
 
     def forward(self, inputs: WriteInputs, params: FwdParams) -> Cache:
         """The pages with the new tokens, and their scales."""

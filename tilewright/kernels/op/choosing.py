@@ -1,0 +1,334 @@
+"""The choice of a backend and of its params for a call: reasons, preference, given configs, bounds, explanations."""
+
+import abc
+import dataclasses
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tilewright.errors import UnsupportedError
+from tilewright.kernels.op.backend import Implementation, Loaded, one_line
+from tilewright.kernels.op.choice import DECLARED, Choice, KernelConfig, PerDirection, Platform
+from tilewright.kernels.op.footprint import Footprint, busy_share, launch_reasons
+from tilewright.kernels.op.inputs import OpInputs
+from tilewright.kernels.op.op import Op
+from tilewright.kernels.op.roofline import Cost, min_ms
+from tilewright.kernels.op.xla_flags import wants_repeatable
+from tilewright.ops.kernel.builds import Build, missing_builds
+from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
+from tilewright.ops.utils.fingerprint import source_fingerprint
+
+type Backend = Implementation[Any, Any, Any, Any]
+type Call = Invocation[Choice, Any]
+
+_REPEATS = "the same bits in every run, as XLA_FLAGS want"
+_PLATFORMS = frozenset(str(platform) for platform in Platform)
+
+
+class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
+    """An op whose config is a ``Choice`` among its backends."""
+
+    def heuristic_cfg(self, inv: Call) -> Choice:
+        """The best choice that needs no build first, or else the best one."""
+        first = None
+        # A build may take minutes of nvcc, so without measurements a call prefers what is ready.
+        for each in self._by_preference(inv):
+            if not missing_builds(self.config_builds(inv, each)):
+                return each
+            first = first or each
+        assert first is not None  # _by_preference raises if there is none
+        return first
+
+    def preferred_cfg(self, inv: Call) -> Choice:
+        """The best choice, whether it must be built first or not."""
+        return next(self._by_preference(inv))
+
+    def config_space(self, inv: Call) -> Iterable[Choice]:
+        """The heuristic choice of every backend, so that any budget reaches each; then all their candidates."""
+        inputs, choices = self.inputs_of(inv), list(self._by_preference(inv))
+        yield from choices
+        for choice in choices:
+            for params in _candidates(self.backends.of(choice), inputs, inv.target, inv.direction):
+                yield dataclasses.replace(choice, params=params)
+
+    # Configs that a caller, a cache or a table gives.
+
+    def resolve_config(self, cfg: object, inv: Call) -> Choice | None:
+        """Resolves a config that the caller gave, for one direction.
+
+        Takes a ``Choice``, one for each direction, a ``KernelConfig``, or bare params, which go to the first
+        implementation with that type. A ``Choice`` with the other direction's params leaves this direction to
+        selection.
+
+        Raises:
+          TypeError: the config is none of these, or has params of another implementation.
+          UnsupportedError: the implementation that it names cannot serve the call.
+        """
+        if isinstance(cfg, PerDirection):
+            part = cfg.forward if inv.direction == "forward" else cfg.backward
+            return None if part is None else self.resolve_config(part, inv)
+        if isinstance(cfg, KernelConfig):
+            return self._of_kernel_config(cfg, inv)
+        if isinstance(cfg, Choice):
+            return self._checked_choice(cfg, inv)
+        for choice in self._by_preference(inv):
+            expected, other = _params_types(self.backends.of(choice), inv.direction)
+            if isinstance(cfg, expected):
+                return dataclasses.replace(choice, params=cfg)
+            if isinstance(cfg, other):
+                return None
+        raise TypeError(
+            f"{cfg=} of type {type(cfg).__name__} is no config of {self.name}; give a "
+            f"Choice(platform, algorithm, params), PerDirection(forward, backward), a KernelConfig, or bare params"
+        )
+
+    def _checked_choice(self, choice: Choice, inv: Call) -> Choice | None:
+        backend = self.backends.of(choice)
+        expected, other = _params_types(backend, inv.direction)
+        # Some backends take params of one type in both directions, and those are for this direction, too.
+        if isinstance(choice.params, other) and not isinstance(choice.params, expected):
+            return None
+        if not isinstance(choice.params, expected):
+            raise TypeError(f"{choice.params=} must be of type {expected.__name__} for {choice.implementation!r}")
+        why = self._backend_reasons(backend, inv)
+        if why:
+            raise UnsupportedError(f"{self.name} ({inv.direction})", {choice.implementation: why})
+        return choice
+
+    def _of_kernel_config(self, cfg: KernelConfig, inv: Call) -> Choice:
+        params: FwdParams | BwdParams
+        common = {"q_blocksize": cfg.block_q, "kv_blocksize": cfg.block_k}
+        warps = {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages}
+        params = FwdParams(**common, **warps) if inv.direction == "forward" else BwdParams(**common, **warps)
+        for choice in self._by_preference(inv):
+            named = cfg.platform in (None, "auto", choice.platform) and cfg.algorithm in (None, choice.algorithm)
+            if named and isinstance(params, _params_types(self.backends.of(choice), inv.direction)[0]):
+                return dataclasses.replace(choice, params=params)
+        raise UnsupportedError(
+            f"{self.name} ({inv.direction})",
+            {str(cfg.platform): [f"no implementation that takes the block sizes of {cfg} can serve the call"]},
+        )
+
+    def config_reasons(self, inv: Call, cfg: object) -> list[str]:
+        """Reasons why a config that once fitted this call cannot run it here and now; a cache may hold anything."""
+        if not isinstance(cfg, Choice):
+            return [f"a Choice was expected, got {type(cfg).__name__}"]
+        backend = self.backends.find(cfg)
+        if backend is None:
+            return [f"{self.name} has no implementation {cfg.implementation!r} that can be loaded here"]
+        why, allowed = self._backend_reasons(backend, inv), self._allowed(inv)
+        if allowed is not None and cfg.platform not in allowed:
+            why = [*why, f"the caller wants one of the platforms {', '.join(allowed)}"]
+        if why:
+            return why
+        expected = _params_types(backend, inv.direction)[0]
+        if not isinstance(cfg.params, expected):
+            return [f"params of type {expected.__name__} were expected, got {cfg.params!r}"]
+        # Footprints come last: they are defined only for params that can serve the call.
+        why = backend.config_reasons(self.inputs_of(inv), inv.target, inv.direction, cfg.params)
+        return why or _repeat_reasons(backend, cfg.params) or launch_reasons(self._footprints(inv, cfg), inv.target)
+
+    def adapted_config(self, inv: Call, cfg: Choice) -> Choice:
+        """The form of a measured config that repeats bit for bit, if it has one and XLA's flags want that."""
+        backend = self.backends.find(cfg)
+        fields = dataclasses.fields(cfg.params) if dataclasses.is_dataclass(cfg.params) else ()
+        if (
+            backend is None
+            or not _repeat_reasons(backend, cfg.params)
+            or "deterministic" not in {f.name for f in fields}
+        ):
+            return cfg
+        return dataclasses.replace(cfg, params=dataclasses.replace(cfg.params, deterministic=True))
+
+    # Bounds and builds.
+
+    def time_bound_ms(self, inv: Call) -> float:
+        """A lower bound of the call's milliseconds on its device; a measurement below it is not credible."""
+        return self._min_ms(inv, 1.0)
+
+    def config_bound_ms(self, inv: Call, cfg: Choice) -> float:
+        """A lower bound of the call's milliseconds with a config that can run it.
+
+        At least `time_bound_ms`: the call's arithmetic runs on no more multiprocessors than its grid has blocks.
+        """
+        times = math.prod(axis.size for axis in inv.mapped)
+        # Elements of a mapped call may run at the same time.
+        all_blocks = [
+            dataclasses.replace(each, blocks=None if each.blocks is None else times * each.blocks)
+            for each in self._footprints(inv, cfg)
+        ]
+        return self._min_ms(inv, busy_share(all_blocks, inv.target))
+
+    def _min_ms(self, inv: Call, share: float) -> float:
+        """A lower bound of the call's milliseconds on a share of the device's multiprocessors."""
+        min_cost = self.min_cost(inv)
+        times = math.prod(axis.size for axis in inv.mapped)
+        # Only the arithmetic is slowed by idle multiprocessors. How much bandwidth a few of them can use is not known,
+        # and a lower bound must not be too high.
+        return min_ms(Cost(times * min_cost.flops / share, times * min_cost.bytes), inv.target)
+
+    def _footprints(self, inv: Call, cfg: Choice) -> Sequence[Footprint]:
+        return self.backends.of(cfg).footprints(self.inputs_of(inv), inv.target, inv.direction, cfg.params)
+
+    def config_builds(self, inv: Call, cfg: Choice) -> Sequence[Build]:
+        """The builds that a config needs to run the call, already made or not."""
+        return self.backends.of(cfg).builds(self.inputs_of(inv), inv.target, inv.direction, cfg.params)
+
+    def all_builds(self, device: Device) -> Sequence[Build]:
+        """Every build that `config_builds` may return for calls on a device."""
+        return [build for each in self.backends.usable for build in each.all_builds(device)]
+
+    def source(self) -> str:
+        """A hash of the code of all implementations that can be loaded here."""
+        modules = [inspect.getmodule(kind) for kind in (type(self), *map(type, self.backends.usable))]
+        return "".join(source_fingerprint(module)[:16] for module in modules)
+
+    def lowering_packages(self, cfg: Choice) -> tuple[str, ...]:
+        """The packages whose sources determine the lowering of a config; empty if it must not be stored on disk."""
+        backend = None if cfg == DECLARED else self.backends.find(cfg)
+        if backend is None or not backend.keeps_lowering:
+            return ()
+        # The op and its backend may be of packages other than this one.
+        kinds = (ChoosingOp, type(self), type(backend))
+        return tuple(sorted({kind.__module__.partition(".")[0] for kind in kinds}))
+
+    # Reasons and preference.
+
+    def reasons(self, inv: Call) -> dict[str, list[str]]:
+        """All reasons why each implementation cannot serve a call, whatever platforms the caller allows."""
+        return {each.name: self._reasons_of(each, inv) for each in self.backends}
+
+    def _reasons_of(self, loaded: Loaded, inv: Call) -> list[str]:
+        return [loaded.error] if loaded.backend is None else self._backend_reasons(loaded.backend, inv)
+
+    def _backend_reasons(self, backend: Backend, inv: Call) -> list[str]:
+        return _reasons(backend, self.inputs_of(inv), inv)
+
+    def _allowed(self, inv: Call) -> tuple[Platform, ...] | None:
+        """The platforms that the caller allows, in order of preference; ``None`` for any."""
+        return self.inputs_of(inv).platform
+
+    def _by_preference(self, inv: Call) -> Iterator[Choice]:
+        """Yields the heuristic choices of every implementation that can serve a call, best first.
+
+        A later implementation is neither loaded nor asked before it is needed.
+
+        Raises:
+          UnsupportedError: no implementation can serve the call.
+        """
+        allowed, inputs, found = self._allowed(inv), self.inputs_of(inv), False
+        # Deprioritised backends come last within a platform only: the caller's order of platforms is never changed.
+        for platform in (None,) if allowed is None else allowed:
+            last = []
+            for each in self.backends.usable:
+                if platform not in (None, each.platform) or self._backend_reasons(each, inv):
+                    continue
+                found = True
+                if each.deprioritized(inputs, inv.target, inv.direction):
+                    last.append(each)
+                else:
+                    yield _choice_of(each, inputs, inv)
+            for each in last:
+                yield _choice_of(each, inputs, inv)
+        if not found:
+            raise self._unsupported(inv)
+
+    def _unsupported(self, inv: Call) -> UnsupportedError:
+        allowed, reasons = self._allowed(inv), self.reasons(inv)
+        if allowed is not None:
+            absent = set(allowed) - {each.platform for each in self.backends.usable}
+            # A backend that cannot be loaded has its module's name, which need not begin with a platform: its reason
+            # stays.
+            others = _PLATFORMS - set(allowed)
+            reasons = {n: why for n, why in reasons.items() if n.partition(":")[0] not in others}
+            reasons |= {str(platform): [f"{self.name} has no implementation for it here"] for platform in absent}
+        return UnsupportedError(f"{self.name} ({inv.direction})", {n: why for n, why in reasons.items() if why})
+
+    # Explanations.
+
+    def rejection_reasons(self, inv: Call, cfg: Choice, measured: Sequence[Any]) -> Mapping[str, tuple[str, ...]]:
+        """The reasons against every implementation but the chosen one, or its result in the call's last tuning."""
+        others = {name: tuple(why) for name, why in self.reasons(inv).items() if name != cfg.implementation}
+        order = [] if all(others.values()) else list(self._by_preference(inv))
+        return {name: why or (self._why_not(name, inv, cfg, order, measured),) for name, why in others.items()}
+
+    def _why_not(self, name: str, inv: Call, cfg: Choice, order: Sequence[Choice], measured: Sequence[Any]) -> str:
+        """The reason why an implementation that can serve a call was not chosen; ``order`` is that without tuning."""
+        names = [each.implementation for each in order]
+        if name not in names:
+            return f"supported, but excluded by platform={', '.join(self._allowed(inv) or ())} of the call"
+        if result := _measured(name, measured, cfg):
+            return result
+        choice = order[names.index(name)]
+        if cfg.implementation not in names[: names.index(name)]:
+            commands = dict.fromkeys(
+                f"`{each.command(self.name)}`" for each in missing_builds(self.config_builds(inv, choice))
+            )
+            if commands:
+                return f"supported, but nvcc must compile it first: {' and '.join(commands)}"
+            return "supported, but not preferred: nothing measured it as faster"
+        if self.backends.of(choice).deprioritized(self.inputs_of(inv), inv.target, inv.direction):
+            return "supported, but probably slower for these shapes: nothing measured it as faster"
+        return f"supported, but behind {cfg.implementation} in the order of preference: nothing measured it as faster"
+
+
+def _reasons(backend: Backend, inputs: OpInputs, inv: Call) -> list[str]:
+    if inv.is_symbolic and not backend.symbolic_dimensions:
+        return ["its programs are for given shapes, got symbolic dimensions of jax.export"]
+    try:
+        why = backend.not_supported_reasons(inputs, inv.target, inv.direction)
+        if why or not wants_repeatable() or _first_params(backend, inputs, inv.target, inv.direction) is not None:
+            return why
+        return [f"none of its configs gives {_REPEATS}"]
+    # Exception: a probe queries drivers and libraries, which may raise anything; the other backends still run.
+    except Exception as error:
+        return [f"its probe failed: {one_line(error)}"]
+
+
+def _choice_of(backend: Backend, inputs: OpInputs, inv: Call) -> Choice:
+    """A backend's heuristic choice."""
+    params = _first_params(backend, inputs, inv.target, inv.direction)
+    return Choice(backend.platform, backend.algorithm, params)
+
+
+def _first_params(backend: Backend, inputs: OpInputs, device: Device, direction: Direction) -> Any:
+    """The heuristic params, or the first candidate if they do not repeat as they should; None: there is none."""
+    params = backend.heuristic(inputs, device, direction)
+    if not _repeat_reasons(backend, params):
+        return params
+    return next(_candidates(backend, inputs, device, direction), None)
+
+
+def _candidates(backend: Backend, inputs: OpInputs, device: Device, direction: Direction) -> Iterator[Any]:
+    """The candidates, without those that do not repeat if they should."""
+    candidates = backend.candidates(inputs, device, direction)
+    return (params for params in candidates if not _repeat_reasons(backend, params))
+
+
+def _repeat_reasons(backend: Backend, params: Any) -> list[str]:
+    """A reason against params that do not repeat, if XLA's flags want that."""
+    return [f"it does not give {_REPEATS}"] if wants_repeatable() and not backend.repeats(params) else []
+
+
+def _params_types(backend: Backend, direction: Direction) -> tuple[type, type]:
+    """The types of params for the direction and for the other one."""
+    both = (backend.forward_params, backend.backward_params)
+    return both if direction == "forward" else both[::-1]
+
+
+def _measured(name: str, measured: Sequence[Any], chosen: object) -> str:
+    """The result of one backend's candidates in a tuning, relative to the chosen one; empty without any."""
+    candidates = [each for each in measured if each.config.implementation == name]
+    if not candidates:
+        return ""
+    chosen_ms = next((each.time_ms for each in measured if each.config == chosen and each.eligible), None)
+    times = [each.time_ms for each in candidates if each.eligible]
+    if not times:
+        failed = [each for each in candidates if not each.dropped]
+        how = f"every candidate failed: {failed[0].error}" if failed else f"not measured: {candidates[0].error}"
+        return f"supported, but {how}"
+    distance = "" if not chosen_ms else f", {min(times) / chosen_ms:.3g} times the chosen one's"
+    return f"supported, and measured at {min(times):.4g} ms at best{distance}"

@@ -1,0 +1,152 @@
+"""An op: what it computes, whatever backend runs it."""
+
+import abc
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, cast
+
+import jax
+
+from tilewright.kernels.op.backend import Backends, LazyImplementation
+from tilewright.kernels.op.cases import OpCases
+from tilewright.kernels.op.choice import Choice
+from tilewright.kernels.op.former_keys import former_description
+from tilewright.kernels.op.inputs import OpInputs
+from tilewright.kernels.op.roofline import Cost, array_bytes
+from tilewright.kernels.op.sharding import Partitioning, leading_partitioning
+from tilewright.ops.kernel.kernel import Invocation, Kernel
+from tilewright.ops.kernel.parts import Arguments
+
+
+class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
+    """The declarations of an op; ``portfolio`` has the classes to derive from.
+
+    ``prepare`` makes the inputs, which describe the call from then on. All methods get these: with arrays where results
+    are computed, else with ``ShapeDtypeStruct`` in their place.
+
+    Attributes:
+      cases: named calls, for the command line, the capability table and tests.
+      cuda_tables: the tables of variants of its CUDA C++ kernels, by name, as ``"module:NAME"``.
+      core_dims: for each argument the number of trailing core dimensions, in the sense of NumPy's generalised ufuncs;
+        the leading dimensions are shared and may be split over mesh axes. Arguments that are not listed are replicated.
+      differentiable: True if the op has gradients.
+      implementations: best first.
+    """
+
+    cases: ClassVar[OpCases[Any]]
+    cuda_tables: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    core_dims: ClassVar[Mapping[str, int]] = MappingProxyType({})
+    differentiable: ClassVar[bool]
+
+    def __init__(self, name: str, *, version: str, implementations: Sequence[LazyImplementation]):
+        super().__init__(name, version=version)
+        self.implementations = tuple(implementations)
+        self.backends = Backends(name, self.implementations)
+
+    @abc.abstractmethod
+    def prepare(self, *args: Any, **kwargs: Any) -> Inputs:
+        """Checks and canonicalises the arguments of a call; the only place that knows the argument list.
+
+        Its annotation names the class of the inputs. ``platform`` and ``cfg`` are arguments of every op; the executor
+        handles the latter.
+        """
+
+    @abc.abstractmethod
+    def reference(self, inputs: Inputs) -> Any:
+        """The oracle: the op's outputs in plain ``jax.numpy``."""
+
+    @abc.abstractmethod
+    def results(self, inputs: Inputs) -> Results:
+        """The results of every backend, with ``ShapeDtypeStruct`` in place of arrays.
+
+        A call is traced with these; its config is chosen when it is lowered.
+        """
+
+    def outputs(self, inputs: Inputs, results: Results) -> Any:
+        """The op's outputs, from a backend's results: by default the results."""
+        return results
+
+    def completed(self, inputs: Inputs) -> Inputs:
+        """The inputs of a backend, from those of a call: by default the same."""
+        return inputs
+
+    def sampled(self, inputs: Inputs, key: jax.Array) -> Inputs:
+        """Random arrays for abstract inputs: by default normal numbers, and integers that are 0 or 1."""
+        (found,), _ = super().sample_inputs(Invocation(self, (inputs,)), key)
+        return cast(Inputs, found)
+
+    def cost(self, inv: Invocation[Choice, Any]) -> Cost:
+        """FLOPs and bytes of a call; by default it has no matmuls, and moves every array once."""
+        inputs = self.inputs_of(inv)
+        size = array_bytes(inputs) + array_bytes(self.output_shapes(inv))
+        if inv.direction == "backward":
+            # A gradient for every floating-point operand; the cotangents, which are read, have the sizes of the
+            # results.
+            size += array_bytes(inputs, floating=True)
+        return Cost(0.0, float(size))
+
+    def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
+        """The minimum cost of any implementation, whatever the values in the arrays: see `time_bound_ms`.
+
+        By default the results are written; of the gradients, a caller may need only some.
+        """
+        return Cost(0.0, float(array_bytes(self.output_shapes(inv))) if inv.direction == "forward" else 0.0)
+
+    def partitioning(self, inputs: Inputs) -> Partitioning | None:
+        """The split of the op over explicit mesh axes that the arrays' types imply; ``None`` without such axes.
+
+        By default along leading dimensions, as given by ``core_dims``.
+
+        Raises:
+          ValueError: the arrays are split in a way that would need communication.
+        """
+        return leading_partitioning(inputs, self.core_dims)
+
+    # The inputs of a call in the framework's terms: its one argument.
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+        """The inputs of a call; inputs in place of arguments are a call that was prepared before."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], OpInputs):
+            return tuple(args), {}
+        return (self.prepare(*args, **kwargs),), {}
+
+    def named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+        return list(args[0].arrays.items())
+
+    def described(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        found: Arguments = args[0].described
+        return found
+
+    def of_described(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        return (self.inputs_type(*args, **kwargs),), {}
+
+    def former_descriptions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
+        found = former_description(self.name, args[0])
+        return [] if found is None else [found]
+
+    @functools.cached_property
+    def inputs_type(self) -> type[Inputs]:
+        """The class of the inputs."""
+        return cast("type[Inputs]", inspect.signature(self.prepare).return_annotation)
+
+    def inputs_of(self, inv: Invocation[Choice, Any]) -> Inputs:
+        """The abstract inputs of a call, computed once."""
+        if "inputs" not in inv.memo:
+            inv.memo["inputs"] = inv.abstract_args[0].structs
+        return cast(Inputs, inv.memo["inputs"])
+
+    def output_shapes(self, inv: Invocation[Choice, Any]) -> Any:
+        """The abstract outputs of a call, computed once."""
+        if "outputs" not in inv.memo:
+            inputs = self.inputs_of(inv)
+            inv.memo["outputs"] = jax.eval_shape(self.outputs, inputs, self.results(inputs))
+        return inv.memo["outputs"]
+
+    def sample_inputs(self, inv: Invocation[Choice, Any], key: jax.Array) -> Arguments:
+        return (self.sampled(inv.abstract_args[0], key),), {}
+
+    def all_backends(self) -> Iterator[Any]:
+        """The backends that can be loaded here."""
+        return self.backends.usable
