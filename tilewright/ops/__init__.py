@@ -35,7 +35,6 @@ from tilewright.ops.program import ProgramExplanation as ProgramExplanation
 from tilewright.ops.program import explain as explain
 from tilewright.ops.program import find_invocations as find_invocations
 from tilewright.ops.program import tune as tune
-from tilewright.ops.tuning.replay import replay as replay
 from tilewright.ops.tuning.timing import CuptiTimer as CuptiTimer
 from tilewright.ops.tuning.timing import WallTimer as WallTimer
 from tilewright.ops.tuning.timing import XlaTimer as XlaTimer

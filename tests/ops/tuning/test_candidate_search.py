@@ -8,14 +8,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from tilewright.ops.config.results import TunedCall
 from tilewright.ops.config.tuner import Timer
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.bench import Bench, CandidateError, OutOfTimeError, Trial
 from tilewright.ops.tuning.candidate_search import CandidateSearch
 from tilewright.ops.tuning.events import CandidateDropped, CandidateFailed, CandidateStarted
 from tilewright.ops.tuning.limits import Limits, Prediction
-from tilewright.ops.tuning.replay import replay
 
 LIMITS = Limits(8, "halving", 0.0, lambda: True, lambda: True, lambda: False)
 
@@ -199,30 +197,6 @@ def test_nobody_drops_out_within_the_noise():
     assert len(found[7].samples_ms) < LIMITS.iters
 
 
-def test_halving_takes_fewer_samples_and_finds_the_same():
-    generator = np.random.default_rng(0)
-    for _ in range(20):
-        times = [1.0, *generator.uniform(0.6, 1.6, 60)]
-        candidates = tuple(
-            Candidate(i, tuple(itertools.islice(noisy(generator, t), 40)), "passed", heuristic=i == 0)
-            for i, t in enumerate(times)
-        )
-        call = TunedCall("op", "forward", "key", "", candidates, 0)
-        quick, few = replay(call, "halving", iters=16)
-        slow, many = replay(call, "exhaustive", iters=16)
-        assert few < 0.7 * many
-        assert times[quick.chosen] <= 1.02 * times[slow.chosen]
-        assert times[quick.chosen] <= 1.02 * min(times)
-        assert quick.regret is not None
-        assert quick.regret < 0.02
-
-
-def test_a_replay_of_failures_is_an_error():
-    call = TunedCall("op", "forward", "key", "", (Candidate(0, error="it died"),), 0)
-    with pytest.raises(ValueError, match="no candidate of op"):
-        replay(call)
-
-
 class TestResuming:
     KNOWN: ClassVar[dict[int, Candidate]] = {
         0: Candidate(0, (1.0, 1.0), "passed"),
@@ -316,11 +290,6 @@ class TestDropping:
             chosen, found, _ = race(bench, 30, predictions=predictions)
             assert not found[int(np.argmin(times))].dropped
             assert chosen == 0 or times[chosen] <= 1.05 * times.min()
-
-    def test_a_replay_leaves_out_what_was_dropped(self):
-        dropped = Candidate(1, (), "dropped", "it cannot run: no room for it")
-        call = TunedCall("op", "forward", "key", "", (Candidate(0, (1.0,), "passed", heuristic=True), dropped), 0)
-        assert replay(call)[0].candidates[1] == dropped
 
 
 def test_a_cancelled_race_starts_nothing():
