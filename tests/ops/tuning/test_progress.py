@@ -1,5 +1,8 @@
 """Progress of a tuning in a terminal, in a notebook, and where nobody looks."""
 
+import builtins
+import contextlib
+import importlib.machinery
 import io
 import re
 import sys
@@ -92,18 +95,15 @@ def test_a_terminal_has_a_live_line_and_then_a_summary():
     assert stream.shown() == [SUMMARY]
 
 
-def test_the_live_line_says_how_far_it_is(monkeypatch):
-    monkeypatch.setattr(progress, "_TerminalLine", lambda bar: progress._NotebookLine(display))
-    said = []
-
-    def display(data, **_):
-        said.append(data["text/plain"])
-        return types.SimpleNamespace(update=display)
-
-    monkeypatch.setattr(progress, "NOTEBOOK_INTERVAL_S", 0.0)
-    with progress_for(Terminal()) as on_event:
-        for event in STEPS:
-            on_event(event)
+def test_the_live_line_says_how_far_it_is():
+    fields = ("best", "failed", "trying", "building")
+    bar = progress.event_bar(progress.plain_console(file=io.StringIO()), disable=True)
+    on_event, said = progress.TuningProgress(bar).on_event, []
+    for event in (*STEPS, events.BuildStarted("a kernel"), events.BuildMade("a kernel", 1.0)):
+        on_event(event)
+        (task,) = [task for task in bar.tasks if task.visible]
+        remarks = filter(None, (task.fields[name] for name in fields))
+        said.append(", ".join((f"{task.description}: {task.completed:.0f}/{task.total}", *remarks)))
     title = "attention forward"
     assert said == [
         f"{title}: 0/3",
@@ -113,7 +113,27 @@ def test_the_live_line_says_how_far_it_is(monkeypatch):
         f"{title}: 2/3, best 2 ms",
         f"{title}: 3/3, best 2 ms, 1 failed",
         f"{title}: 4/3, best 2 ms, 1 failed",
+        f"{title}: 4/3, best 2 ms, 1 failed, nvcc at work on 1",
+        f"{title}: 4/3, best 2 ms, 1 failed",
     ]
+
+
+def test_a_call_that_is_resumed_goes_on_where_it_was():
+    other = types.SimpleNamespace(kernel=types.SimpleNamespace(name="norm"), direction="forward", key="other")
+    bar = progress.event_bar(progress.plain_console(file=io.StringIO()), disable=True)
+    on_event = progress.TuningProgress(bar).on_event
+    for event in (*STEPS[:3], events.CallStarted(other, "f32[8]", 2), events.CallResumed(INVOCATION, 3)):
+        on_event(event)
+    (task,) = [task for task in bar.tasks if task.visible]
+    assert (task.description, task.completed, task.fields["best"]) == ("attention forward", 1, "best 4 ms")
+
+
+def test_where_nobody_looks_a_command_has_the_permanent_lines():
+    stream = io.StringIO()
+    with progress_for(stream, plain=True) as on_event:
+        for event in (*STEPS, events.CallTuned(CALL)):
+            on_event(event)
+    assert stream.getvalue().splitlines() == ["attention forward: 3 candidates", SUMMARY]
 
 
 def test_a_call_that_is_known_leaves_no_line():
@@ -152,50 +172,44 @@ def test_where_nobody_looks_nothing_is_written(stream, environment, monkeypatch)
     assert made.getvalue() == ""
 
 
-def test_a_closed_stream_and_a_missing_rich_are_no_errors(monkeypatch):
+def test_a_closed_stream_is_no_error():
     closed = io.StringIO()
     closed.close()
     with progress_for(closed) as on_event:
         on_event(STEPS[0])
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    stream = Terminal()
-    with progress_for(stream) as on_event:
-        on_event(STEPS[0])
-    assert stream.getvalue() == ""
 
 
 @pytest.mark.parametrize("name", ["ZMQInteractiveShell", "TerminalInteractiveShell"])
-def test_a_notebook_has_one_output_that_changes(name, monkeypatch):
-    outputs = []
+@pytest.mark.parametrize("widgets", [True, False])
+def test_a_notebook_shows_the_lines_in_its_output(name, widgets, monkeypatch):
+    shown, lines = [], []
 
-    class Handle:
-        def __init__(self, data):
-            self.number = len(outputs)
-            outputs.append([data])
+    class Output(contextlib.nullcontext):
+        clear_output = staticmethod(lambda **_: None)
+        close = staticmethod(lambda: None)
 
-        def update(self, data, *, raw):
-            assert raw
-            outputs[self.number].append(data)
+    def display(data):
+        shown.append(data)
+        if hasattr(data, "_repr_mimebundle_"):
+            lines.append(data._repr_mimebundle_(include=("text/plain",), exclude=())["text/plain"])
 
-    def display(data, *, raw, display_id):
-        assert raw
-        assert display_id
-        return Handle(data)
-
-    shell = type("Shell", (type(name, (), {}),), {})()  # as Colab's, derived from Jupyter's
-    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setattr(builtins, "get_ipython", lambda: type(name, (), {})(), raising=False)
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
+    widget_module = types.ModuleType("ipywidgets")
+    widget_module.Output, widget_module.__spec__ = Output, importlib.machinery.ModuleSpec("ipywidgets", None)
+    monkeypatch.setitem(sys.modules, "ipywidgets", widget_module if widgets else None)
     stream = io.StringIO()
     with progress_for(stream) as on_event:
         for event in (*STEPS, events.CallTuned(CALL)):
             on_event(event)
     assert stream.getvalue() == ""
     if name == "TerminalInteractiveShell":
-        assert outputs == []
+        assert shown == []
         return
-    (output,) = outputs
-    assert "attention forward" in output[0]["text/plain"]
-    assert output[-1] == {"text/plain": SUMMARY}
+    assert SUMMARY in "".join(lines)
+    assert widgets == any(isinstance(each, Output) for each in shown)
+    assert widgets != ("attention forward: 3 candidates" in "".join(lines))
 
 
 def test_a_real_tuning_is_shown(tmp_path):

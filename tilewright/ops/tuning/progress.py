@@ -1,33 +1,29 @@
 """Progress display of a tuning: a live line in a terminal or a notebook, else nothing."""
 
-import dataclasses
+import contextlib
+import importlib.util
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from collections import Counter
+from collections.abc import Iterator
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tilewright.ops.config.results import TunedCall
 from tilewright.ops.tuning import events
 from tilewright.ops.utils.describe import describe_config
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress
 
-NOTEBOOK_INTERVAL_S = 0.25
-"""Minimum time between two updates of a notebook's line, each of which is a message to the browser."""
-
-
-@contextmanager
+@contextlib.contextmanager
 def progress_for(stream: IO[str] | None = None, *, plain: bool = False) -> Iterator[events.Event]:
     """Shows a tuning's progress while the context lasts.
 
     A terminal gets a live line, which is removed afterwards, and a permanent line for each measured call; a notebook
-    gets the same in its output. Nothing is shown in files, pipes, dumb terminals, continuous integration (``CI`` in the
-    environment), or without rich.
+    gets the same in its output, or the permanent lines alone if it lacks ipywidgets. Nothing is shown in files, pipes,
+    dumb terminals, or continuous integration (``CI`` in the environment).
 
     Args:
       stream: the output stream; ``sys.stderr`` by default.
@@ -38,20 +34,13 @@ def progress_for(stream: IO[str] | None = None, *, plain: bool = False) -> Itera
       unknown events are ignored.
     """
     stream = sys.stderr if stream is None else stream
-    display = _notebook_display()
-    if display is not None:
-        yield TuningProgress(_NotebookLine(display)).on_event
-    elif is_interactive(stream) and (bar := _bar(stream)) is not None:
-        with bar:
-            yield TuningProgress(_TerminalLine(bar)).on_event
-    elif plain:
-        yield TuningProgress(_PlainLine(stream)).on_event
-    else:
-        yield _ignore
-
-
-def _ignore(event: object) -> None:
-    pass
+    terminal = is_interactive(stream)
+    console = plain_console(file=stream, force_terminal=terminal, soft_wrap=True)
+    live = importlib.util.find_spec("ipywidgets") is not None if console.is_jupyter else terminal
+    columns = [f"{{task.fields[{name}]}}" for name in ("best", "failed", "trying", "building")]
+    bar = event_bar(console, *columns, transient=True, disable=not live)
+    with bar if live else contextlib.nullcontext():
+        yield TuningProgress(bar).on_event if live or console.is_jupyter or plain else lambda event: None
 
 
 def is_interactive(stream: IO[str]) -> bool:
@@ -64,84 +53,75 @@ def is_interactive(stream: IO[str]) -> bool:
         return False
 
 
-class Line(Protocol):
-    """One line that changes, and permanent lines above it."""
-
-    def show(self, title: str, done: int, total: int, remark: str) -> None: ...
-
-    def keep(self, text: str) -> None: ...
-
-
-@dataclasses.dataclass(slots=True)
-class _CallProgress:
-    """Progress of one call."""
-
-    title: str
-    total: int
-    done: int = 0
-    failed: int = 0
-    best_ms: float | None = None
-
-
 class TuningProgress:
-    """Turns the events of a tuning into lines."""
+    """Turns the events of a tuning into a task of a bar for each call, of which one is visible, and permanent lines."""
 
-    def __init__(self, line: Line):
-        self._line = line
-        self._calls: dict[str, _CallProgress] = {}
-        self._call = _CallProgress("", 0)
-        self._building: list[str] = []
+    def __init__(self, bar: Progress):
+        self._bar = bar
+        self._tasks: dict[str, TaskID] = {}
+        self._task: TaskID | None = None
+        self._title = ""
+        self._failed: Counter[TaskID | None] = Counter()
+        self._building: set[str] = set()
 
     def on_event(self, event: object) -> None:
         """Shows one event of a tuning; events of selection are ignored."""
         match event:
             case events.TuningStarted() if math.isfinite(event.budget_s):
                 calls = "a call" if event.num_calls == 1 else f"{event.num_calls} calls"
-                self._line.keep(f"tuning {calls}, within {event.budget_s:.0f} s (the budget), builds included")
+                self._keep(f"tuning {calls}, within {event.budget_s:.0f} s (the budget), builds included")
             case events.CallStarted() | events.CallResumed():
-                title = f"{event.inv.kernel.name} {event.inv.direction}"
-                self._call = self._calls.setdefault(event.inv.key, _CallProgress(title, event.num_candidates))
-                self._show("")
+                self._begin(event)
             case events.CandidateStarted():
-                self._show(f"trying {describe_config(event.config)}")
+                self._show(trying=f"trying {describe_config(event.config)}")
             case events.CandidateMeasured():
-                self._call.done, self._call.best_ms = self._call.done + 1, event.best_ms
-                self._show("")
+                self._show(advance=1, best=f"best {milliseconds(event.best_ms)}")
             case events.CandidateFailed():
-                self._call.done, self._call.failed = self._call.done + 1, self._call.failed + 1
-                self._show("")
+                self._failed[self._task] += 1
+                self._show(advance=1, failed=f"{self._failed[self._task]} failed")
             case events.CandidateDropped() | events.CandidateLeftOut():
-                self._call.done += 1
-                self._show("")
+                self._show(advance=1)
             case events.CallTuned() if event.call.step == "measured":
-                self._line.keep(summary(event.call))
+                self._hide()
+                self._keep(summary(event.call))
             case events.CallLeftOut():
                 name = f"{event.inv.kernel.name} {event.inv.direction} {event.shapes}"
-                self._line.keep(f"{name}: not tuned, {event.reason}")
-            case _:
-                self._on_build(event)
-
-    def _on_build(self, event: object) -> None:
-        match event:
+                self._keep(f"{name}: not tuned, {event.reason}")
             case events.BuildStarted():
-                self._building.append(event.build)
-                self._show("")
+                self._building.add(event.build)
+                self._show()
             case events.BuildMade() | events.BuildFailed():
-                if event.build in self._building:
-                    self._building.remove(event.build)
+                self._building.discard(event.build)
                 if isinstance(event, events.BuildFailed):
-                    self._line.keep(f"{event.build} could not be built: {event.error.partition(chr(10))[0]}")
-                self._show("")
+                    self._keep(f"{event.build} could not be built: {event.error.partition(chr(10))[0]}")
+                self._show()
             case events.BuildsLeft():
-                self._line.keep(f"still being built, for the next tuning: {', '.join(event.builds)}")
+                self._keep(f"still being built, for the next tuning: {', '.join(event.builds)}")
 
-    def _show(self, trying: str) -> None:
-        call = self._call
-        best = "" if call.best_ms is None else f"best {milliseconds(call.best_ms)}"
-        failed = f"{call.failed} failed" if call.failed else ""
-        building = f"nvcc at work on {len(self._building)}" if self._building else ""
-        remark = ", ".join(filter(None, (best, failed, trying, building)))
-        self._line.show(call.title, call.done, call.total, remark)
+    def _begin(self, event: events.CallStarted | events.CallResumed) -> None:
+        self._hide()
+        title, total = f"{event.inv.kernel.name} {event.inv.direction}", event.num_candidates
+        if event.inv.key not in self._tasks:
+            fields: dict[str, Any] = dict.fromkeys(("best", "failed", "trying", "building"), "")
+            self._tasks[event.inv.key] = self._bar.add_task(title, total=total, **fields)
+        self._task = self._tasks[event.inv.key]
+        self._show()
+        if self._bar.disable and title != self._title:  # no live line says it
+            self._keep(f"{title}: {total} candidates")
+        self._title = title
+
+    def _show(self, *, advance: int = 0, trying: str = "", **changes: str) -> None:
+        if self._task is not None:
+            building = f"nvcc at work on {len(self._building)}" if self._building else ""
+            fields: dict[str, Any] = {"trying": trying, "building": building, **changes}
+            self._bar.update(self._task, advance=advance, visible=True, **fields)
+
+    def _hide(self) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, visible=False)
+
+    def _keep(self, text: str) -> None:
+        self._bar.console.print(text)
 
 
 def summary(call: TunedCall) -> str:
@@ -160,22 +140,19 @@ def milliseconds(time_ms: float | None) -> str:
     return f"{time_ms:.3g} ms" if time_ms < 100 else f"{time_ms:.0f} ms"
 
 
-def plain_console(**options: Any) -> "Console":
+def plain_console(**options: Any) -> Console:
     """A console that prints text verbatim: the brackets of shapes and paths are no markup."""
-    from rich.console import Console
-
     return Console(markup=False, emoji=False, highlight=False, **options)
 
 
-def event_bar(console: "Console", *fields: str, transient: bool = False) -> "Progress":
+def event_bar(console: Console, *fields: str, transient: bool = False, disable: bool = False) -> Progress:
     """A progress bar.
 
     Args:
-      fields: fields of a task, shown after the count: templates such as ``"{task.fields[remark]}"``.
+      fields: fields of a task, shown after the count: templates such as ``"{task.fields[running]}"``.
       transient: remove the bar at its end.
+      disable: show nothing.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=16),
@@ -184,88 +161,5 @@ def event_bar(console: "Console", *fields: str, transient: bool = False) -> "Pro
         *(TextColumn(field, style="dim", markup=False) for field in fields),
         console=console,
         transient=transient,
+        disable=disable,
     )
-
-
-def _bar(stream: IO[str]) -> "Progress | None":
-    """A terminal's progress bar; ``None`` if rich is not installed."""
-    try:
-        console = plain_console(file=stream, force_terminal=True, force_jupyter=False)
-    except ImportError:
-        return None
-    return event_bar(console, "{task.fields[remark]}", transient=True)
-
-
-class _PlainLine:
-    """Permanent lines only: names each call when it begins."""
-
-    def __init__(self, stream: IO[str]):
-        self._stream = stream
-        self._title = ""
-
-    def show(self, title: str, done: int, total: int, remark: str) -> None:
-        if title and title != self._title:
-            self._title = title
-            self.keep(f"{title}: {total} candidates")
-
-    def keep(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
-
-
-class _TerminalLine:
-    """A live line by rich, which also prints the output of others above the line."""
-
-    def __init__(self, bar: "Progress"):
-        self._bar = bar
-        self._task = bar.add_task("tuning", total=None, remark="", visible=False)
-        self._title = ""
-
-    def show(self, title: str, done: int, total: int, remark: str) -> None:
-        if title != self._title:  # also after a permanent line: the clock restarts
-            self._bar.reset(self._task, total=total, description=title, visible=True)
-            self._title = title
-        self._bar.update(self._task, completed=done, remark=remark)
-
-    def keep(self, text: str) -> None:
-        self._bar.update(self._task, visible=False)
-        self._bar.console.print(text)
-        self._title = ""
-
-
-class _NotebookLine:
-    """A live line by IPython's display, whose output can be replaced later."""
-
-    def __init__(self, display: Callable[..., Any]):
-        self._display = display
-        self._handle: Any = None
-        self._kept: list[str] = []
-        self._shown_at = 0.0
-
-    def show(self, title: str, done: int, total: int, remark: str) -> None:
-        now = time.monotonic()
-        if done and now - self._shown_at < NOTEBOOK_INTERVAL_S:
-            return
-        self._shown_at = now
-        self._put(f"{title}: {done}/{total}{', ' if remark else ''}{remark}")
-
-    def keep(self, text: str) -> None:
-        self._kept.append(text)
-        self._put()
-
-    def _put(self, *last: str) -> None:
-        bundle = {"text/plain": "\n".join((*self._kept, *last))}
-        if self._handle is None:
-            self._handle = self._display(bundle, raw=True, display_id=True)
-        else:
-            self._handle.update(bundle, raw=True)
-
-
-def _notebook_display() -> Callable[..., Any] | None:
-    """``IPython.display.display`` if this process is the kernel of a notebook; imports nothing to find out."""
-    ipython, display = sys.modules.get("IPython"), sys.modules.get("IPython.display")
-    find_shell = getattr(ipython, "get_ipython", None)
-    shell = None if find_shell is None else find_shell()
-    # Colab's class is derived from this one.
-    if not any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__):
-        return None
-    return getattr(display, "display", None)
