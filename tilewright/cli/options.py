@@ -2,12 +2,26 @@
 
 import ast
 import dataclasses
-from typing import Annotated, Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, get_args
 
 import typer
 
 from tilewright.cli import completion
 from tilewright.cli.choices import DTYPES, STORED_DTYPES, dtype_name
+
+
+def _option(
+    name: str,
+    help: str,
+    *,
+    metavar: str | None = None,
+    autocompletion: Callable[[str], list[str]] | None = None,
+) -> Any:
+    return typer.Option(name, help=help, metavar=metavar, autocompletion=autocompletion, show_default=False)
+
 
 # The printer of help texts would take square brackets with a letter in them for markup; a test looks for them.
 Target = Annotated[
@@ -18,61 +32,30 @@ Target = Annotated[
         autocompletion=completion.targets,
     ),
 ]
-Shape = Annotated[
-    str | None,
-    typer.Option("--shape", help="Sizes of the op's first argument: batch,length,heads,head_dim.", show_default=False),
-]
-Cases = Annotated[
-    list[str] | None,
-    typer.Option("--case", help="A named case of the op; repeatable; 'all' for this device's.", show_default=False),
-]
-KvHeads = Annotated[int | None, typer.Option("--kv-heads", help="Key/value heads, if fewer.", show_default=False)]
-KvLength = Annotated[int | None, typer.Option("--kv-length", help="Key/value length, if another.", show_default=False)]
-Causal = Annotated[bool | None, typer.Option("--causal/--no-causal", help="Causal attention.", show_default=False)]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype", help=f"{', '.join(DTYPES)}; or short: f32, bf16, f16, f64.", show_default=False,
-        autocompletion=completion.dtypes,
-    ),
-]  # fmt: skip
-Extra = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", help="Another field of the op's case, as name=value: sliding_window=511.", metavar="NAME=VALUE",
-        show_default=False,
-    ),
-]  # fmt: skip
-Shapes = Annotated[
-    str | None,
-    typer.Option(
-        "--shapes", help="Arrays for a function, each a dtype and sizes: 'float32[1,1024,8,64] int32[16]'.",
-        show_default=False,
-    ),
-]  # fmt: skip
-Device = Annotated[
-    str | None,
-    typer.Option(
-        "--device", help="A device that need not be present, by JAX's name, such as 'NVIDIA H200'.", show_default=False,
-        autocompletion=completion.devices,
-    ),
-]  # fmt: skip
-Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="Include the gradients of an op.")]
+_DEVICE = "A device that need not be present, by JAX's name, such as 'NVIDIA H200'."
+Device = Annotated[str | None, _option("--device", help=_DEVICE, autocompletion=completion.devices)]
+_DTYPE = f"{', '.join(DTYPES)}; or short: f32, bf16, f16, f64."
+_SET = "Another field of the op's case, as name=value: sliding_window=511."
+_SHAPES = "Arrays for a function, each a dtype and sizes: 'float32[1,1024,8,64] int32[16]'."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallOptions:
-    """The values of the options above; ``None`` if an option was not given."""
+    """The options that describe a call, with their help; ``None`` if an option was not given."""
 
-    shape: str | None = None
-    cases: tuple[str, ...] = ()
-    kv_heads: int | None = None
-    kv_length: int | None = None
-    causal: bool | None = None
-    dtype: str | None = None
-    extra: tuple[str, ...] = ()
-    shapes: str | None = None
-    backward: bool = True
+    shape: Annotated[
+        str | None, _option("--shape", help="Sizes of the op's first argument: batch,length,heads,head_dim.")
+    ] = None
+    cases: Annotated[
+        tuple[str, ...], _option("--case", help="A named case of the op; repeatable; 'all' for this device's.")
+    ] = ()
+    kv_heads: Annotated[int | None, _option("--kv-heads", help="Key/value heads, if fewer.")] = None
+    kv_length: Annotated[int | None, _option("--kv-length", help="Key/value length, if another.")] = None
+    causal: Annotated[bool | None, _option("--causal/--no-causal", help="Causal attention.")] = None
+    dtype: Annotated[str | None, _option("--dtype", help=_DTYPE, autocompletion=completion.dtypes)] = None
+    extra: Annotated[tuple[str, ...], _option("--set", help=_SET, metavar="NAME=VALUE")] = ()
+    shapes: Annotated[str | None, _option("--shapes", help=_SHAPES)] = None
+    backward: Annotated[bool, typer.Option("--backward/--no-backward", help="Include the gradients of an op.")] = True
 
     def fields(self) -> dict[str, Any]:
         """The fields of a case that were given."""
@@ -92,6 +75,33 @@ class CallOptions:
     @property
     def describes_call(self) -> bool:
         return self.describes_op or self.shapes is not None
+
+
+def takes_call_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Makes a command of a function: the options of ``CallOptions`` take the place of its parameter ``call``.
+
+    Typer makes options of a function's own parameters only.
+    """
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        parameters += map(_parameter, dataclasses.fields(CallOptions)) if parameter.name == "call" else [parameter]
+
+    @functools.wraps(command)
+    def run(**given: object) -> None:
+        values: dict[str, Any] = {field.name: given.pop(field.name) for field in dataclasses.fields(CallOptions)}
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        command(call=CallOptions(**values), **given)
+
+    signature = inspect.Signature([each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters])
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    return run
+
+
+def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
+    kind, option = get_args(field.type)
+    kind = list[str] if kind == tuple[str, ...] else kind  # typer's type of an option that is repeated
+    annotation = Annotated[kind, option]  # type: ignore[valid-type]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
 
 
 # Fields of cases that hold a dtype's name, and their choices.

@@ -1,5 +1,6 @@
 """The arguments and help of ``tilewright bench``."""
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -8,17 +9,11 @@ import typer
 from tilewright.cli import options
 
 
+@options.takes_call_options
 def bench(
     target: options.Target,
-    shape: options.Shape = None,
-    case: options.Cases = None,
-    kv_heads: options.KvHeads = None,
-    kv_length: options.KvLength = None,
-    causal: options.Causal = None,
-    dtype: options.Dtype = None,
-    extra: options.Extra = None,
-    shapes: options.Shapes = None,
-    backward: options.Backward = True,
+    *,
+    call: options.CallOptions,
     iters: Annotated[int, typer.Option(help="Timed samples of each implementation.")] = 10,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all samples to a file.", show_default=False)
@@ -30,8 +25,8 @@ def bench(
     """
     from tilewright.cli.targets import is_function
 
-    cases = tuple(case or ()) or (() if shape or is_function(target) or shapes is not None else ("all",))
-    call = options.CallOptions(shape, cases, kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward)
+    if not (call.cases or call.shape or is_function(target) or call.shapes is not None):
+        call = dataclasses.replace(call, cases=("all",))
     if iters < 1:
         raise typer.BadParameter(f"{iters} is not at least 1", param_hint="--iters")
     from tilewright.cli.benching import bench_and_report

@@ -8,6 +8,7 @@ import typer
 from tilewright.cli import completion, options
 
 
+@options.takes_call_options
 def build(
     target: Annotated[
         str | None,
@@ -46,15 +47,8 @@ def build(
             "--lock", help="Build only what the decisions of a lock file need, on its device.", show_default=False
         ),
     ] = None,
-    shape: options.Shape = None,
-    case: options.Cases = None,
-    kv_heads: options.KvHeads = None,
-    kv_length: options.KvLength = None,
-    causal: options.Causal = None,
-    dtype: options.Dtype = None,
-    extra: options.Extra = None,
-    shapes: options.Shapes = None,
-    backward: options.Backward = True,
+    *,
+    call: options.CallOptions,
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -72,9 +66,6 @@ def build(
     Groups that are built or shipped already are kept. Ctrl-C keeps finished groups, and a group that fails does not
     stop the others.
     """
-    call = options.CallOptions(
-        shape, tuple(case or ()), kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward
-    )
     from tilewright.cli.cuda.building import build_and_report, list_builds, named_tables, write_sources
     from tilewright.cli.cuda.needing import needs_of
 

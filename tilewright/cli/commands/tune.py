@@ -8,17 +8,11 @@ import typer
 from tilewright.cli import completion, options
 
 
+@options.takes_call_options
 def tune(
     target: options.Target,
-    shape: options.Shape = None,
-    case: options.Cases = None,
-    kv_heads: options.KvHeads = None,
-    kv_length: options.KvLength = None,
-    causal: options.Causal = None,
-    dtype: options.Dtype = None,
-    extra: options.Extra = None,
-    shapes: options.Shapes = None,
-    backward: options.Backward = True,
+    *,
+    call: options.CallOptions,
     budget: Annotated[
         float | None,
         typer.Option(
@@ -53,9 +47,6 @@ def tune(
     Candidates run in a separate process: a crash or a hang is recorded, and the tuning goes on. Ctrl-C keeps all
     measurements, and the next run resumes a tuning that was killed.
     """
-    call = options.CallOptions(
-        shape, tuple(case or ()), kv_heads, kv_length, causal, dtype, tuple(extra or ()), shapes, backward
-    )
     for option, seconds in (("--budget", budget), ("--call-budget", call_budget)):
         if seconds is not None and not seconds > 0:
             raise typer.BadParameter(f"{seconds} is not a positive number of seconds", param_hint=option)
