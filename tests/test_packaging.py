@@ -205,10 +205,10 @@ def test_the_readme_of_the_metadata_has_links_that_lead_out_of_the_repository():
     )
 
 
-def test_the_sources_that_are_compiled_later_are_package_data():
+def test_templates_and_sources_that_are_compiled_later_are_package_data():
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["tilewright"]
     packaged = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
-    sources = {path for kind in ("*.h", "*.hpp", "*.cuh", "*.cu") for path in PACKAGE.rglob(kind)}
+    sources = {path for kind in ("*.h", "*.hpp", "*.cuh", "*.cu", "*.html") for path in PACKAGE.rglob(kind)}
     assert sources
     assert sources <= packaged
 

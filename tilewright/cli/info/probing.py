@@ -25,7 +25,7 @@ STAND_IN = find_device("NVIDIA H100 80GB HBM3").device
 """The device to ask about if there is no GPU, so that other missing requirements can be installed beforehand."""
 
 EXTRAS: Mapping[str, str] = MappingProxyType(
-    {"triton": "triton", "flash_attn": "fa4", "quack": "fa4", "cutlass": "fa4", "matplotlib": "plot"}
+    {"triton": "triton", "flash_attn": "fa4", "quack": "fa4", "cutlass": "fa4", "matplotlib": "plot", "jinja2": "plot"}
 )
 """Our extras, by the package that they install."""
 

@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
-import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,23 +15,13 @@ from tilewright.ops.config.results import AutotuningResult, TunedCall
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.utils.describe import describe_config, describe_key
 
-# Longer than any sample; a larger value comes from a damaged file, and no axis could show it.
-MAX_MS = 1e12
+# Samples beyond these come from a damaged file, and no axis could show them.
+MIN_MS, MAX_MS = 1e-9, 1e12
 
 
-def valid_time(time_ms: float | None) -> float | None:
-    """Returns the time if it is valid, else None."""
-    return time_ms if time_ms is not None and 0 <= time_ms < MAX_MS else None
-
-
-def time_of(candidate: Candidate | None) -> float | None:
-    """The median of a candidate, if it has one."""
-    return None if candidate is None else valid_time(candidate.time_ms)
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class ReportedCall:
-    """One call of a report.
+    """One call of a report. A candidate with samples that cannot be times has none here.
 
     Attributes:
       device: fingerprint of the device that was measured.
@@ -48,60 +36,31 @@ class ReportedCall:
     origin: str
     remarks: tuple[str, ...] = ()
 
-    @functools.cached_property
+    def __post_init__(self) -> None:
+        candidates = tuple(
+            c if all(MIN_MS <= s < MAX_MS for s in c.samples_ms) else dataclasses.replace(c, samples_ms=())
+            for c in self.call.candidates
+        )
+        self.call = dataclasses.replace(self.call, candidates=candidates)
+
+    @property
     def measured(self) -> list[Candidate]:
         """The candidates that have a time, fastest first."""
-        return sorted((c for c in self.call.candidates if time_of(c) is not None), key=lambda c: time_of(c) or 0.0)
+        return sorted((c for c in self.call.candidates if c.samples_ms), key=lambda c: c.time_ms or 0.0)
 
     @property
     def unmeasured(self) -> list[Candidate]:
-        return [c for c in self.call.candidates if time_of(c) is None]
+        return [c for c in self.call.candidates if not c.samples_ms]
 
     @property
-    def failed(self) -> list[Candidate]:
-        return [c for c in self.call.candidates if c.failed]
-
-    @property
-    def dropped(self) -> list[Candidate]:
-        return [c for c in self.call.candidates if c.dropped]
-
-    @property
-    def chosen(self) -> Candidate:
-        return self.call.winner
-
-    @property
-    def default(self) -> Candidate | None:
-        return self.call.heuristic
-
-    @property
-    def fastest(self) -> Candidate | None:
-        return self.call.fastest
-
-    @property
-    def speedup(self) -> float | None:
-        """The default's time divided by the chosen candidate's."""
-        before, after = time_of(self.default), time_of(self.chosen)
-        return before / after if before and after else None
+    def default_ms(self) -> float | None:
+        return None if self.call.heuristic is None else self.call.heuristic.time_ms
 
     @property
     def saved_ms(self) -> float | None:
-        before, after = time_of(self.default), time_of(self.chosen)
+        """The default's time minus the chosen candidate's."""
+        before, after = self.default_ms, self.call.winner.time_ms
         return None if before is None or after is None else before - after
-
-    @property
-    def regret_ms(self) -> float | None:
-        return None if time_of(self.chosen) is None else valid_time(self.call.regret_ms)
-
-    @property
-    def regret_is_noise(self) -> bool:
-        """True if the two medians differ by no more than the sum of their noises."""
-        if self.fastest is None or self.regret_ms is None:
-            return False
-        return self.regret_ms <= self.chosen.noise_ms + self.fastest.noise_ms
-
-
-def geometric_mean(values: Sequence[float]) -> float | None:
-    return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else None
 
 
 def merged(*parts: Iterable[ReportedCall]) -> list[ReportedCall]:
@@ -167,39 +126,32 @@ def _calls_of_bench(file: Path, document: dict[str, Any]) -> list[ReportedCall]:
         environment, op = document["environment"], str(document["op"])
         fields: dict[tuple[str, str], list[Candidate]] = {}
         for each in document["measurements"]:
-            candidate = Candidate(
-                str(each["implementation"]),
-                tuple(map(float, each["samples_ms"])),
-                "unchecked" if each["samples_ms"] else "failed" if each.get("failed") else "dropped",
-                str(each["remark"]) if not each["samples_ms"] else "",
-            )
-            fields.setdefault((str(each["case"]), str(each["stage"])), []).append(candidate)
+            samples = tuple(map(float, each["samples_ms"]))
+            check = "unchecked" if samples else "failed" if each.get("failed") else "dropped"
+            field = fields.setdefault((str(each["case"]), str(each["stage"])), [])
+            default = bool(samples) and not any(candidate.samples_ms for candidate in field)
+            remark = "" if samples else str(each["remark"])
+            field.append(Candidate(str(each["implementation"]), samples, check, remark, default))
         return [
             ReportedCall(
-                TunedCall(op, stage, f"bench {op} {case} {stage}", case, *_with_default(candidates), "bench"),
+                TunedCall(op, stage, f"bench {op} {case} {stage}", case, tuple(field), _default(field), "bench"),
                 str(environment["fingerprint"]),
                 dict(environment["toolchain"]),
                 f"{file} (bench)",
                 ("measured side by side, nothing was tuned: chosen is what runs where nothing else is asked for",),
             )
-            for (case, stage), candidates in fields.items()
+            for (case, stage), field in fields.items()
         ]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not the JSON of a bench: {error!r}") from error
 
 
-def _with_default(candidates: Sequence[Candidate]) -> tuple[tuple[Candidate, ...], int]:
-    """The candidates, with the first that was measured marked as the default, and its index."""
-    first = next((i for i, each in enumerate(candidates) if each.samples_ms), 0)
-    return tuple(dataclasses.replace(each, heuristic=i == first) for i, each in enumerate(candidates)), first
+def _default(field: Sequence[Candidate]) -> int:
+    return next((index for index, candidate in enumerate(field) if candidate.heuristic), 0)
 
 
 def calls_of_cache(entries: Iterable[Entry], device: str, origin: str = "disk cache") -> tuple[list[ReportedCall], int]:
-    """The calls on one kind of device that a cache has measurements of, and the number of entries without any.
-
-    Args:
-      place: a name of the cache, for people.
-    """
+    """The calls on one kind of device that a cache has measurements of, and the number of entries without any."""
     wanted = [entry for entry in entries if str(key_fields(entry).get("device", "?")) == device]
     found = [_call_of_entry(entry, device, origin) for entry in wanted]
     calls = [reported for reported in found if reported is not None]

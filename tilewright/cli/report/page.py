@@ -1,371 +1,288 @@
 """Renders a report as one self-contained HTML page without scripts, which is well-formed XML too."""
 
-import base64
 import dataclasses
-import hashlib
+import re
+import statistics
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
 
 from tilewright._version import __version__
 from tilewright.cli.output import counted
-from tilewright.cli.report.calls import ReportedCall, geometric_mean, time_of, valid_time
-from tilewright.cli.report.markup import Markup, element, joined, word
-from tilewright.cli.report.plot import FieldPlot
-from tilewright.cli.report.shown import MAX_MESSAGES, Shown, by_message, rows_per_implementation
-from tilewright.cli.report.style import STYLE
+from tilewright.cli.report.calls import ReportedCall
+from tilewright.cli.report.plot import field_plot
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.progress import milliseconds
 
+# A page shows all candidates up to MAX_CANDIDATES. Beyond that it shows MAX_ROWS in total, but at least MIN_OF_EACH of
+# each implementation, and MAX_MESSAGES different messages of a call.
+MAX_CANDIDATES, MAX_ROWS, MAX_MESSAGES = 2000, 1500, 8
+MIN_OF_EACH, MAX_OF_EACH = 3, 20
 # Characters of all failures' messages together, then limits for one: the longest that compilers print without a dump.
 ALL_MESSAGES = 1_000_000
 MAX_MESSAGE, MIN_MESSAGE = 20_000, 500
-# Beyond these, repetitions of configs would make the page too large.
-MAX_TOOLTIPS = 2000
 MAX_NAMES = 12
+
+_SUSPECT = re.compile(r"[^\n\t -~]")
+# Control and invisible format characters (including those that change the writing direction), lone surrogates,
+# separators.
+_INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
 
 
 def render(calls: Sequence[ReportedCall], *, date: str) -> str:
     """Renders the page; the same calls and date give the same text."""
-    title = f"Tuning report: {counted(len(calls), 'call')} on {_listed(c.device for c in calls)}"
-    best = rows_per_implementation(calls)
-    sections = []
-    all_groups = [_groups(reported, show_all=best is None) for reported in calls]
-    limit = max(MIN_MESSAGE, min(MAX_MESSAGE, ALL_MESSAGES // max(1, sum(map(len, all_groups)))))
-    all_shown = [Shown.of(reported, best) for reported in calls]
-    tooltips = sum(len(shown.ranked) for shown in all_shown) <= MAX_TOOLTIPS
-    for number, (reported, shown, groups) in enumerate(zip(calls, all_shown, all_groups, strict=True), 1):
-        sections.append(_section(reported, number, shown, groups, limit=limit, tooltips=tooltips))
-    body = element("main", _summary(calls, date), _calls_table(calls), *sections, _environment(calls))
-    page = element("html", _head(title), element("body", body), lang="en")
-    return f"<!DOCTYPE html>\n{page}\n"
-
-
-def _head(title: str) -> Markup:
-    style = Markup(STYLE)
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    return element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="referrer", content="no-referrer"),
-        element("meta", name="generator", content=f"tilewright {__version__}"),
-        element("title", title),
-        element("style", style),
+    best = _rows_per_implementation(calls)
+    messages = [_messages(reported, number, best) for number, reported in enumerate(calls, 1)]
+    count = sum(len(same) for of_call in messages for same in of_call)
+    limit = max(MIN_MESSAGE, min(MAX_MESSAGE, ALL_MESSAGES // max(1, count)))
+    environment = jinja2.Environment(
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"counted": counted, "cut": _cut, "ms": milliseconds, "word": _word}
+    template = environment.from_string((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+    return template.render(
+        date=date,
+        devices=_listed(c.device for c in calls),
+        toolchains=_listed((_versions(c) for c in calls), "several, see Environment"),
+        figures=_figures(calls),
+        sections=[_section(c, number, best, messages[number - 1]) for number, c in enumerate(calls, 1)],
+        places=_places(calls),
+        all_shown=best is None,
+        limit=limit,
+        version=__version__,
     )
 
 
-def _summary(calls: Sequence[ReportedCall], date: str) -> Markup:
-    saved = [c.saved_ms for c in calls if c.saved_ms is not None]
-    before = sum(time_of(c.default) or 0.0 for c in calls if c.saved_ms is not None)
-    mean = geometric_mean([c.speedup for c in calls if c.speedup])
-    failed, dropped = sum(len(c.failed) for c in calls), sum(len(c.dropped) for c in calls)
-    figures = {
+def visible(text: str) -> str:
+    """Spells out characters that a page cannot hold or a reader cannot see: ``\\x1b``, ``\\u202e``, ``\\ud800``."""
+
+    def spell(found: re.Match[str]) -> str:
+        code = ord(found[0])
+        no_character = code & 0xFFFE == 0xFFFE or 0xFDD0 <= code <= 0xFDEF
+        if unicodedata.category(found[0]) not in _INVISIBLE and not no_character:
+            return found[0]
+        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+    return _SUSPECT.sub(spell, text.replace("\r\n", "\n"))
+
+
+def _word(value: object, limit: int = 400) -> str:
+    """A value as one line of at most ``limit`` characters; a cut is marked."""
+    text = str(value)
+    return " ".join(text[:limit].split()) + (f"… ({len(text) - limit:,} more characters)" if len(text) > limit else "")
+
+
+def _cut(text: str, limit: int) -> str:
+    """The message of a compiler or a check; the middle of a long one is left out, and that is marked."""
+    if len(text) <= limit:
+        return text
+    tail = limit // 4
+    left_out = f"[… {len(text) - limit:,} of {len(text):,} characters left out …]"
+    return f"{text[: limit - tail]}\n{left_out}\n{text[-tail:]}"
+
+
+def _link(to: str, text: str) -> Markup:
+    return Markup('<a href="#{}">{}</a>').format(to, visible(text))
+
+
+def _figures(calls: Sequence[ReportedCall]) -> dict[str, Any]:
+    candidates = [candidate for reported in calls for candidate in reported.call.candidates]
+    failed, dropped = sum(c.failed for c in candidates), sum(c.dropped for c in candidates)
+    tuned = [c for c in calls if c.saved_ms is not None]
+    saved = milliseconds(sum(c.saved_ms or 0.0 for c in tuned))
+    before = milliseconds(sum(c.default_ms or 0.0 for c in tuned))
+    speedups = [c.call.speedup for c in calls if c.call.speedup]
+    return {
         "Calls": len(calls),
-        "Candidates": f"{sum(len(c.call.candidates) for c in calls)}"
+        "Candidates": f"{len(candidates)}"
         + (f", {failed} failed" if failed else "")
         + (f", {dropped} not measured" if dropped else ""),
-        "Saved, one run of each call": f"{milliseconds(sum(saved))} of {milliseconds(before)}" if saved else "–",
-        "Speedup, geometric mean": f"{mean:.2f}×" if mean else "–",
+        "Saved, one run of each call": f"{saved} of {before}" if tuned else "–",
+        "Speedup, geometric mean": f"{statistics.geometric_mean(speedups):.2f}×" if speedups else "–",
     }
-    facts = {
-        "Device": _listed(c.device for c in calls),
-        "Toolchain": _listed((_versions(c) for c in calls), "several, see Environment"),
-        "Date": date,
-    }
-    return element(
-        "header",
-        element("h1", "Tuning report"),
-        _definitions(facts, "facts"),
-        _definitions(figures, "figures", group=True),
-    )
-
-
-def _definitions(entries: dict[str, Any], kind: str, *, group: bool = False) -> Markup:
-    pairs = [(element("dt", name), element("dd", value)) for name, value in entries.items()]
-    return element("dl", *(element("div", *pair) if group else joined(*pair) for pair in pairs), class_=kind)
-
-
-def _table(kind: str, caption: str, columns: Sequence[str], rows: Iterable[Markup]) -> Markup:
-    """A table in a box that scrolls, also by keyboard. ``kind`` is the CSS class that styles its columns."""
-    heads = element("tr", *(element("th", name, scope="col") for name in columns))
-    table = element("table", element("caption", caption), element("thead", heads), element("tbody", *rows), class_=kind)
-    box = "scroll tall" if kind == "field" else "scroll"
-    return element("div", table, class_=box, tabindex=0, role="region", aria_label=caption)
-
-
-def _calls_table(calls: Sequence[ReportedCall]) -> Markup:
-    columns = ("call", "shapes", "default", "chosen", "speedup", "candidates", "failures", "known from")
-    rows = [_call_row(reported, number) for number, reported in enumerate(calls, 1)]
-    note = "Default: what would run without tuning. Chosen: what the tuning picked. Times are medians of one call."
-    return element(
-        "section",
-        element("h2", "Calls", id="calls"),
-        _table("calls", note, columns, rows),
-        aria_labelledby="calls",
-    )
-
-
-def _call_row(reported: ReportedCall, number: int) -> Markup:
-    call = reported.call
-    figures = (
-        milliseconds(time_of(reported.default)),
-        milliseconds(time_of(reported.chosen)),
-        f"{reported.speedup:.2f}×" if reported.speedup else "–",
-        len(call.candidates),
-        len(reported.failed) or "–",
-    )
-    return element(
-        "tr",
-        element("td", element("a", f"{number}. {_name(reported)}", href=f"#call-{number}")),
-        element("td", word(call.shapes)),
-        *(element("td", figure) for figure in figures),
-        element("td", word(reported.origin)),
-    )
 
 
 def _section(
-    reported: ReportedCall, number: int, shown: Shown, groups: Sequence["_Group"], *, limit: int, tooltips: bool
-) -> Markup:
-    name = f"call-{number}"
-    return element(
-        "section",
-        element("h2", f"{number}. {_name(reported)}", id=name),
-        element("p", element("code", word(reported.call.shapes, 2000))),
-        _facts(reported),
-        _figure(reported, shown, name, tooltips=tooltips),
-        element("h3", "Candidates"),
-        _candidates_table(reported, shown, groups, name),
-        _left_out(reported, shown),
-        _group_list(reported, shown, groups, name, limit),
-        aria_labelledby=name,
-    )
+    reported: ReportedCall, number: int, best: int | None, messages: Sequence[Sequence["_Message"]]
+) -> dict[str, Any]:
+    """The values that the template shows of a call, beside the call's own."""
+    call, title = reported.call, f"{number}. {_name(reported)}"
+    rows, left_out = _rows(reported, best)
+    field = [candidate for rank, candidate in rows if rank]
+    message_of = {id(candidate): message for same in messages for message in same for candidate in message.candidates}
+    return {
+        "reported": reported,
+        "id": f"call-{number}",
+        "title": title,
+        "summary": (
+            _link(f"call-{number}", title),
+            _word(call.shapes),
+            milliseconds(reported.default_ms),
+            milliseconds(call.winner.time_ms),
+            f"{call.speedup:.2f}×" if call.speedup else "–",
+            len(call.candidates),
+            sum(candidate.failed for candidate in call.candidates) or "–",
+            _word(reported.origin),
+        ),
+        "plot": Markup(field_plot(reported, field, f"plot-{number}")) if field else None,
+        "description": _description(reported, field) if field else "",
+        "any_wrong": any(not candidate.eligible for candidate in field),
+        "rows": [_row(reported, candidate, rank, message_of.get(id(candidate))) for rank, candidate in rows],
+        "left_out": left_out,
+        "messages": messages,
+    }
 
 
-def _facts(reported: ReportedCall) -> Markup:
-    default, chosen = reported.default, reported.chosen
-    facts: dict[str, Any] = {"Chosen": joined(_config(chosen), _timing(chosen))}
-    if default is chosen:
-        facts["Default"] = "the same: it was kept"
-    else:
-        facts["Default"] = joined(_config(default), _timing(default)) if default else "not among the candidates"
-    if reported.speedup and default is not chosen:
-        facts["Speedup"] = f"{reported.speedup:.2f}×, {milliseconds(reported.saved_ms)} saved per call"
-    facts["Regret"] = _regret(reported)
-    facts["Known from"] = word(reported.origin)
-    facts["Device"] = word(reported.device)
-    if reported.remarks:
-        facts["Note"] = "; ".join(reported.remarks)
-    return _definitions(facts, "facts")
+def _description(reported: ReportedCall, field: Sequence[Candidate]) -> str:
+    """The plot in words, for those who cannot see it."""
+    first, last = milliseconds(field[0].time_ms), milliseconds(field[-1].time_ms)
+    parts = [f"The field of {_name(reported)}: {counted(len(field), 'candidate')}, medians from {first} to {last}"]
+    for role, marked in (("chosen", reported.call.winner), ("default", reported.call.heuristic)):
+        number = next((i for i, candidate in enumerate(field, 1) if candidate is marked), None)
+        if marked and number:
+            parts.append(f"the {role} one is number {number} with {milliseconds(marked.time_ms)}")
+    return "; ".join(parts) + "."
 
 
-def _regret(reported: ReportedCall) -> Markup:
-    regret, fastest, best = reported.regret_ms, reported.fastest, time_of(reported.fastest)
-    if regret is None or fastest is None or best is None:
-        return joined("unknown: no median of a right answer to compare with")
-    if regret == 0:
-        return joined("none: no right candidate has a lower median")
-    share = f" ({regret / best:.1%})" if best else ""
-    noise = ", no more than the two medians' noise" if reported.regret_is_noise else ""
-    return joined(f"{milliseconds(regret)}{share} above the fastest right candidate{noise}: ", _config(fastest))
-
-
-def _figure(reported: ReportedCall, shown: Shown, name: str, *, tooltips: bool) -> Markup:
-    if not reported.measured:
-        return element("p", "No candidate was measured, so there is nothing to draw.", class_="soft")
-    order = "numbered as in the table" if shown.complete else "in the order of the table"
-    caption = f"Each column is a candidate, {order}: dots are samples, the bar is their median."
-    if reported.default is reported.chosen:
-        caption += " The disc is the chosen candidate, which is the default too."
-    else:
-        caption += " The disc is the chosen candidate, the open square the default."
-    if any(not c.eligible for c in shown.candidates):
-        caption += " A cross is the median of one that failed."
-    if reported.unmeasured:
-        caption += f" Not drawn for want of a time: {counted(len(reported.unmeasured), 'candidate')}."
-    plot = FieldPlot(reported, shown.candidates, f"{name}-plot", tooltips=tooltips).markup()
-    return element(
-        "figure",
-        element("div", plot, class_="plot", tabindex=0, role="region", aria_label=f"Plot of call {name[5:]}"),
-        element("figcaption", caption),
-    )
-
-
-def _candidates_table(reported: ReportedCall, shown: Shown, groups: Sequence["_Group"], name: str) -> Markup:
-    group = {id(c): each for each in groups for c in each.candidates}
-    columns = ("no.", "config", "median", "noise", "samples", "of chosen", "check", "remarks")
-    ranked = [*shown.ranked, *((None, c) for c in shown.unmeasured)]
-    rows = [_candidate_row(reported, c, rank, name, group.get(id(c))) for rank, c in ranked]
-    count = counted(len(rows), "candidate") + ("" if shown.complete else f" of {len(reported.call.candidates)}")
-    return _table("field", f"{count}, fastest first. Noise is half the distance between the quartiles.", columns, rows)
-
-
-def _left_out(reported: ReportedCall, shown: Shown) -> Markup:
-    """The number of candidates without a row, and where to find them."""
-    if shown.complete:
-        return Markup()
-    slower = sum(shown.left_out.values())
-    names = ", ".join(f"{count} of {word(name, 60)}" if name else str(count) for name, count in shown.left_out.items())
-    parts = [f"{slower} with a time ({names})"] if slower else []
-    parts += [f"{len(reported.unmeasured)} without"] if reported.unmeasured else []
-    if not parts:
-        return Markup()
-    text = f"Shown are the best of every implementation. Left out: {', and '.join(parts)}. All are in "
-    return element("p", text, element("code", word(reported.origin)), ".", class_="soft")
-
-
-def _candidate_row(
-    reported: ReportedCall, candidate: Candidate, rank: int | None, name: str, group: "_Group | None"
-) -> Markup:
-    time_ms, chosen = time_of(candidate), time_of(reported.chosen)
-    tags = _tags(reported, candidate)
-    figures = (
+def _row(reported: ReportedCall, candidate: Candidate, rank: int | None, message: "_Message | None") -> list[Any]:
+    time_ms, chosen_ms = candidate.time_ms, reported.call.winner.time_ms
+    marked = {"chosen": reported.call.winner, "default": reported.call.heuristic}
+    remarks = [Markup(f'<span class="tag {tag}">{tag}</span>') for tag, each in marked.items() if each is candidate]
+    if message is not None and message.shown:
+        remarks.append(_link(message.id, f"{message.kind} {message.number}"))
+    return [
+        rank or "–",
+        _word(candidate.config),
         milliseconds(time_ms),
-        milliseconds(valid_time(candidate.noise_ms) if len(candidate.samples_ms) > 1 else None),
+        milliseconds(candidate.noise_ms if len(candidate.samples_ms) > 1 else None),
         len(candidate.samples_ms),
-        f"{time_ms / chosen:.2f}×" if time_ms is not None and chosen else "–",
-    )
-    remarks: list[Markup] = [element("span", tag, class_=f"tag {tag}") for tag in tags]
-    if group is not None and group.shown:
-        remarks.append(element("a", f"{group.kind} {group.number}", href=f"#{group.id_of(name)}"))
-    return element(
-        "tr",
-        element("td", rank or "–"),
-        element("td", word(candidate.config)),
-        *(element("td", figure) for figure in figures),
-        element("td", word(candidate.check, 40)),
-        element("td", joined(*remarks, between=" ")),
-        class_=tags[0] if tags else None,
-    )
+        f"{time_ms / chosen_ms:.2f}×" if time_ms and chosen_ms else "–",
+        _word(candidate.check, 40),
+        Markup(" ").join(remarks),
+    ]
 
 
-def _tags(reported: ReportedCall, candidate: Candidate) -> list[str]:
-    marked = {"chosen": reported.chosen, "default": reported.default}
-    return [tag for tag, marked_candidate in marked.items() if marked_candidate is candidate]
+def _implementation(candidate: Candidate) -> str:
+    """The implementation at the beginning of a candidate's config text; empty if it names none."""
+    first = str(candidate.config).partition(" ")[0]
+    return "" if "=" in first else first
+
+
+def _rows_per_implementation(calls: Sequence[ReportedCall]) -> int | None:
+    """The number of candidates of each implementation of each call that a page shows; ``None`` for all."""
+    if sum(len(reported.call.candidates) for reported in calls) <= MAX_CANDIDATES:
+        return None
+    fields = sum(len(set(map(_implementation, reported.measured))) for reported in calls)
+    return max(MIN_OF_EACH, min(MAX_OF_EACH, MAX_ROWS // max(1, fields)))
+
+
+def _rows(reported: ReportedCall, best: int | None) -> tuple[list[tuple[int | None, Candidate]], str]:
+    """The candidates that have a row, each with its rank if it has a time, and a remark on the others.
+
+    These are all, or the best of each implementation with the chosen, default and fastest ones.
+    """
+    ranked: list[tuple[int | None, Candidate]] = list(enumerate(reported.measured, 1))
+    if best is None:
+        return [*ranked, *((None, candidate) for candidate in reported.unmeasured)], ""
+    call = reported.call
+    always_shown = {id(candidate) for candidate in (call.winner, call.heuristic, call.fastest)}
+    num_right: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
+    kept = []
+    for rank, candidate in ranked:
+        name = _implementation(candidate)
+        num_right[name] += candidate.eligible  # one that was found wrong takes no row from one that is right
+        if id(candidate) in always_shown or (candidate.eligible and num_right[name] <= best):
+            kept.append((rank, candidate))
+        else:
+            left_out[name] += 1
+    names = ", ".join(f"{count} of {_word(name, 60)}" if name else f"{count}" for name, count in left_out.items())
+    parts = [f"{left_out.total()} with a time ({names})"] if left_out else []
+    parts += [f"{len(reported.unmeasured)} without"] if reported.unmeasured else []
+    return kept, ", and ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Group:
-    """Candidates of a call with the same message.
+class _Message:
+    """A message and the candidates of a call that have it.
 
     Attributes:
       kind: "failure", or "reason" for candidates that were not measured.
       number: number within the kind, from 1.
-      shown: True if the page shows the message.
+      shown: True if the page shows it.
     """
 
-    kind: Literal["failure", "reason"]
+    kind: str
     number: int
     candidates: list[Candidate]
+    id: str
     shown: bool
 
-    def id_of(self, name: str) -> str:
-        return f"{name}-{self.kind}-{self.number}"
+    @property
+    def count(self) -> int:
+        return len(self.candidates)
+
+    @property
+    def text(self) -> str:
+        return str(self.candidates[0].error)
+
+    @property
+    def names(self) -> str:
+        """The configs that it concerns."""
+        names = "; ".join(_word(candidate.config) for candidate in self.candidates[:MAX_NAMES])
+        more = f"; and {self.count - MAX_NAMES} more" if self.count > MAX_NAMES else ""
+        differ = len({str(candidate.error) for candidate in self.candidates}) > 1
+        return names + more + ("; their numbers differ, these are of the first" if differ else "")
 
 
-def _groups(reported: ReportedCall, *, show_all: bool) -> list[_Group]:
-    """Groups all candidates that failed or were not measured by their message."""
-    # Bounds in the reasons differ between candidates, which is not worth a group each.
-    by_kind = {
-        "failure": by_message(reported.failed, ignore_numbers=not show_all),
-        "reason": by_message(reported.dropped, ignore_numbers=True),
-    }
-    return [
-        _Group(kind, number, same, show_all or number <= MAX_MESSAGES)  # type: ignore[arg-type]
-        for kind, found in by_kind.items()
-        for number, same in enumerate(found, 1)
-    ]
+def _messages(reported: ReportedCall, number: int, best: int | None) -> list[list[_Message]]:
+    """The messages of failures, and the reasons why candidates were not measured, in order of first appearance.
+
+    Reasons that differ only in numbers, such as bounds, count as one; failures too, if there are many candidates.
+    """
+    made = []
+    for kind in ("failure", "reason"):
+        found: dict[str, list[Candidate]] = {}
+        for candidate in reported.call.candidates:
+            if candidate.failed if kind == "failure" else candidate.dropped:
+                text = str(candidate.error)
+                alike = text if kind == "failure" and best is None else _NUMBER.sub("0", text)
+                found.setdefault(alike, []).append(candidate)
+        made.append(
+            [
+                _Message(kind, i, same, f"call-{number}-{kind}-{i}", best is None or i <= MAX_MESSAGES)
+                for i, same in enumerate(found.values(), 1)
+            ]
+        )
+    return made
 
 
-def _group_list(reported: ReportedCall, shown: Shown, groups: Sequence[_Group], name: str, limit: int) -> Markup:
-    elements = []
-    for kind, title, total in (
-        ("failure", "Failures", len(reported.failed)),
-        ("reason", "Not measured", len(reported.dropped)),
-    ):
-        groups_of_kind = [group for group in groups if group.kind == kind]
-        elements += [element("h3", f"{title}: {counted(total, 'candidate')}")] if groups_of_kind else []
-        for group in groups_of_kind:
-            if group.shown:
-                elements += _group(group, name, limit, numbers_differ=not shown.complete or kind == "reason")
-        not_shown = [group for group in groups_of_kind if not group.shown]
-        if not_shown:
-            num_candidates = counted(sum(len(group.candidates) for group in not_shown), "candidate")
-            text = f"Left out: {counted(len(not_shown), 'further message')}, of {num_candidates}. All are in "
-            elements.append(element("p", text, element("code", word(reported.origin)), ".", class_="soft"))
-    return joined(*elements)
-
-
-def _group(group: _Group, name: str, limit: int, *, numbers_differ: bool) -> list[Markup]:
-    candidates = group.candidates
-    names = joined(*(_config(c) for c in candidates[:MAX_NAMES]), between="; ")
-    more = f"; and {len(candidates) - MAX_NAMES} more" if len(candidates) > MAX_NAMES else ""
-    if numbers_differ and len({str(c.error) for c in candidates}) > 1:
-        more += "; their numbers differ, these are of the first"
-    check = f", check {word(candidates[0].check, 40)}" if group.kind == "failure" else ""
-    head = f"{group.kind.capitalize()} {group.number}, {counted(len(candidates), 'candidate')}{check}: "
-    head_line = element("p", element("strong", head), names, more, id=group.id_of(name))
-    return [head_line, _message(str(candidates[0].error), limit)]
-
-
-def _message(message: str, limit: int) -> Markup:
-    """Formats the message of a compiler or a check; the middle of a long one is left out, and that is marked."""
-    if len(message) <= limit:
-        return element("pre", message, tabindex=0)
-    tail = limit // 4
-    head = limit - tail
-    left_out = element("strong", f"\n[… {len(message) - limit:,} of {len(message):,} characters left out …]\n")
-    return element("pre", message[:head], left_out, message[-tail:], tabindex=0)
-
-
-def _environment(calls: Sequence[ReportedCall]) -> Markup:
-    numbers: dict[tuple[str, str], list[int]] = {}
+def _places(calls: Sequence[ReportedCall]) -> list[tuple[str, str, str]]:
+    numbers: dict[tuple[str, str], list[str]] = {}
     for number, reported in enumerate(calls, 1):
-        numbers.setdefault((word(reported.device), _versions(reported)), []).append(number)
-    rows = [
-        element("tr", element("td", device), element("td", versions), element("td", _ranges(call_numbers)))
-        for (device, versions), call_numbers in numbers.items()
-    ]
-    return element(
-        "section",
-        element("h2", "Environment", id="environment"),
-        _table("places", "What was measured on what", ("device", "toolchain", "calls"), rows),
-        element("p", f"Written by tilewright {__version__}.", class_="soft"),
-        aria_labelledby="environment",
-    )
+        numbers.setdefault((_word(reported.device), _versions(reported)), []).append(str(number))
+    return [(*place, ", ".join(each)) for place, each in numbers.items()]
 
 
 def _name(reported: ReportedCall) -> str:
-    return f"{word(reported.call.op, 100)} {word(reported.call.direction, 40)}"
-
-
-def _config(candidate: Candidate) -> Markup:
-    return element("code", word(candidate.config))
-
-
-def _timing(candidate: Candidate) -> str:
-    time_ms = time_of(candidate)
-    noise = f" ± {milliseconds(valid_time(candidate.noise_ms))}" if len(candidate.samples_ms) > 1 else ""
-    return f", {milliseconds(time_ms)}{noise}" if time_ms is not None else ", no time"
+    return f"{_word(reported.call.op, 100)} {_word(reported.call.direction, 40)}"
 
 
 def _versions(reported: ReportedCall) -> str:
-    return ", ".join(f"{word(name, 60)} {word(version, 60)}" for name, version in sorted(reported.toolchain.items()))
+    return ", ".join(f"{_word(name, 60)} {_word(version, 60)}" for name, version in sorted(reported.toolchain.items()))
 
 
 def _listed(values: Iterable[Any], otherwise: str = "") -> str:
     """The distinct values in order of appearance; or ``otherwise``, if it is given and there are several."""
-    different = list(dict.fromkeys(word(value) for value in values))
+    different = list(dict.fromkeys(_word(value) for value in values))
     return otherwise if otherwise and len(different) > 1 else "; ".join(different)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Formats 1, 2, 3, 5 as ``1–3, 5``."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1][1:] = [number]
-        else:
-            spans.append([number])
-    return ", ".join("–".join(map(str, span)) for span in spans)

@@ -9,9 +9,9 @@ import typer
 
 from tilewright.cli.device import here
 from tilewright.cli.entries import open_cache
-from tilewright.cli.output import complain, counted
+from tilewright.cli.files import check_new_file
+from tilewright.cli.output import Failure, complain, counted
 from tilewright.cli.report.calls import ReportedCall, calls_of_cache, calls_of_file, merged
-from tilewright.cli.report.page import render
 from tilewright.ops.utils.folders import absolute, replace_file
 
 
@@ -20,7 +20,12 @@ def write_report(files: Sequence[Path], out: Path, date: datetime.date | None) -
 
     Raises:
       typer.BadParameter: there is nothing to report, or the page cannot be written. Nothing is written then.
+      Failure: a library is missing.
     """
+    try:
+        from tilewright.cli.report.page import render
+    except ModuleNotFoundError as error:
+        raise Failure(f"a report needs {error.name}: pip install 'tilewright[plot]'") from error
     _check_output_path(out, files)
     calls = merged(*map(_read, files)) if files else _calls_on_this_device()
     date = date or datetime.datetime.now(datetime.UTC).date()
@@ -33,10 +38,7 @@ def write_report(files: Sequence[Path], out: Path, date: datetime.date | None) -
 
 
 def _check_output_path(out: Path, files: Sequence[Path]) -> None:
-    if not absolute(out).parent.is_dir():
-        raise typer.BadParameter(f"there is no directory {str(out.parent)!r}", param_hint="--out")
-    if out.is_dir():
-        raise typer.BadParameter(f"{str(out)!r} is a directory", param_hint="--out")
+    check_new_file(absolute(out), "--out")
     if any(out.exists() and file.exists() and os.path.samefile(out, file) for file in files):
         raise typer.BadParameter(f"{str(out)!r} is one of the files to report", param_hint="--out")
 
