@@ -241,18 +241,14 @@ def test_bench_says_what_jax_cannot_do():
         (["nonesuch"], "nonesuch"),
         (["tune"], "target"),
         (["tune", "flash_attention", "--shap", "1"], "--shap"),
-        (["tune", "flash_attention", "--shape", "1,2"], "1,2"),
-        (["tune", "flash_attention", "--shape", "1,64,2,16", "--set", "sliding_window=-1"], "-1"),
         (["tune", "flash_attention", "--shape", "1,64,2,16", "--budget", "-3"], "-3"),
         (["explain", "flash_attention", "--shape", "1,64,2,16", "--set", "bias=foo"], "'hqk'"),
         (["tune", "flash_attention", "--shape", "1,64,2,16", "--json", "/nonesuch/x.json"], "/nonesuch"),
         (["tune", "flash_attention", "--shape", "1,64,2,16", "--lock", "/nonesuch/x.json"], "/nonesuch"),
         (["tune", "flash_attention", "--shape", "1,64,2,16", "--lock", "/"], "not a regular file"),
-        (["explain", "math:nonesuch"], "nonesuch"),
         (["explain", "flash_attention", "--shape", "1,64,2,16", "--device", "H200"], "did you mean 'NVIDIA H200'"),
         (["bench", "math:sin"], "math:sin"),
         (["bench", "flash_attention", "--iters", "0"], "0"),
-        (["cache", "show", "zzz"], "zzz"),
         (["cache", "import", "/nonesuch/file"], "/nonesuch/file"),
         (["cache", "list", "--path", "/nonesuch"], "/nonesuch"),
         (["cache", "nonesuch"], "nonesuch"),
@@ -267,15 +263,6 @@ def test_bad_arguments_are_one_line_on_stderr_and_code_2(arguments, message, cap
     assert len(captured.err.strip().splitlines()) == 1
     assert captured.err.startswith("tilewright: ")
     assert message in captured.err
-
-
-def test_a_file_that_is_no_export_is_refused(tmp_path, capsys):
-    file = tmp_path / "other.json"
-    file.write_text("{}")
-    with pytest.raises(SystemExit) as ended:
-        main(["cache", "import", str(file)])
-    assert ended.value.code == 2
-    assert "is no export" in capsys.readouterr().err
 
 
 @pytest.mark.slow

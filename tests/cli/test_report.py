@@ -489,8 +489,27 @@ def exits_with_one_line(arguments, capsys):
         (b'{"schema": 1, "entries": [{"op": "x"}]}', "AutotuningResult"),
         (b"[" * 100_000, "result.json"),
         (json.dumps({**json.loads(result_of(FIELD).to_json()), "toolchain": 3}).encode(), "AutotuningResult"),
+        (b'{"schema": 1, "device": "", "toolchain": {}, "decisions": [], "sha256": ""}', "it is a lock file"),
+        (b'{"schema": 1, "entries": []}', "holds no call"),
+        (b'{"op": "x", "environment": {}, "measurements": [{}]}', "not the JSON of a bench"),
+        (b'{"op": "x", "environment": {}, "measurements": 3}', "not the JSON of a bench"),
+        (b"{}", "AutotuningResult"),
     ],
-    ids=["empty", "binary", "list", "schema", "no call", "no candidates", "deep", "toolchain"],
+    ids=[
+        "empty",
+        "binary",
+        "list",
+        "schema",
+        "no call",
+        "no candidates",
+        "deep",
+        "toolchain",
+        "lock",
+        "empty export",
+        "bench without environment",
+        "bench without measurements",
+        "no fields",
+    ],
 )
 def test_what_is_no_result_is_refused_and_nothing_written(content, message, tmp_path, capsys):
     good, file, out = tmp_path / "good.json", tmp_path / "result.json", tmp_path / "page.html"
