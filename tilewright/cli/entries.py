@@ -142,7 +142,7 @@ def entry_text(entry: Entry) -> str:
     return json.dumps(document, indent=1, default=str)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """JSON data unchanged; any other value as its text."""
     try:
         json.dumps(value)

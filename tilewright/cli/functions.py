@@ -55,7 +55,7 @@ def user_function(
     return function, arguments
 
 
-def _is_call(returned: Any) -> bool:
+def _is_call(returned: object) -> bool:
     return (
         isinstance(returned, tuple)
         and len(returned) == 2
@@ -64,7 +64,7 @@ def _is_call(returned: Any) -> bool:
     )
 
 
-def _is_arrays(returned: Any) -> bool:
+def _is_arrays(returned: object) -> bool:
     import jax
     import numpy as np
 
@@ -72,7 +72,7 @@ def _is_arrays(returned: Any) -> bool:
     return bool(leaves) and all(isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves)
 
 
-def _short_repr(value: Any) -> str:
+def _short_repr(value: object) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:80]}…"
 

@@ -66,7 +66,7 @@ def present_devices() -> list[Device]:
     return list({(each.kind, each.name): each for each in found}.values())
 
 
-def _device(device: Any) -> Device:
+def _device(device: jax.Device) -> Device:
     with jax.default_device(device):
         return current_device()
 
