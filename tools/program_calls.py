@@ -71,7 +71,7 @@ def framework() -> Any:
     from tilewright.kernels.flash_attention.fa4 import cute as fa4_cute
     from tilewright.ops import ConfigSelectorChain, Device, find_invocations, target_device
     from tilewright.ops.kernel.arrays import StaticLeaf, split
-    from tilewright.ops.kernel.optional import gradient_form, optional_method
+    from tilewright.ops.kernel.optional import gradient_form
     from tilewright.ops.lowering.stages import Program, Stage, traced
     from tilewright.ops.types import MappedAxis
     from tilewright.ops.utils.known_devices import find_device
@@ -81,8 +81,8 @@ def framework() -> Any:
         Group=Group, shipped_key=shipped_key, CudaKernel=CudaKernel, recording_groups=recording_groups,
         cudnn_jax=cudnn_jax, fa4_cute=fa4_cute, ConfigSelectorChain=ConfigSelectorChain, Device=Device,
         find_invocations=find_invocations, target_device=target_device, StaticLeaf=StaticLeaf, split=split,
-        gradient_form=gradient_form, optional_method=optional_method, Program=Program, Stage=Stage, traced=traced,
-        MappedAxis=MappedAxis, find_device=find_device,
+        gradient_form=gradient_form, Program=Program, Stage=Stage, traced=traced, MappedAxis=MappedAxis,
+        find_device=find_device,
     )  # fmt: skip
 
 

@@ -117,15 +117,15 @@ def choice_entries(name: str, traced: Traced, space: Sequence[Any]) -> Iterator[
     """What an invocation chooses, and from what."""
     known, inv = traced.known, traced.inv
     yield verbatim(f"{name}/heuristic", lambda: str(inv.kernel.heuristic_cfg(inv)))
-    preferred = known.optional_method(inv.kernel, "preferred_cfg")
+    preferred = getattr(inv.kernel, "preferred_cfg", None)
     if preferred is not None:
         yield verbatim(f"{name}/preferred", lambda: str(preferred(inv)))
     derived = known.gradient_form(inv.kernel) is not None
-    forward_mode = known.optional_method(inv.kernel, "forward_mode_cfg") if derived else None
+    forward_mode = getattr(inv.kernel, "forward_mode_cfg", None) if derived else None
     if forward_mode is not None and inv.direction == "forward":
         yield verbatim(f"{name}/forward mode", lambda: str(forward_mode(inv)))
     yield verbatim(f"{name}/chosen", lambda: _chosen(known, inv))
-    reasons = known.optional_method(inv.kernel, "reasons")
+    reasons = getattr(inv.kernel, "reasons", None)
     if reasons is not None:
         against = reasons(inv)
         yield verbatim(f"{name}/supported", lambda: " ".join(each for each, why in against.items() if not why))
@@ -147,7 +147,7 @@ def _config_facts(known: Any, inv: Any, config: Any) -> str:
     """A config with what the kernel says of it."""
     facts = {}
     for name in ("config_reasons", "config_bound_ms", "config_builds"):
-        method = known.optional_method(inv.kernel, name)
+        method = getattr(inv.kernel, name, None)
         if method is not None:
             found = method(inv, config)
             facts[name] = list(map(str, found)) if name == "config_builds" else found
@@ -175,13 +175,13 @@ def program_entries(name: str, traced: Traced, space: Sequence[Any], seen: set[A
             mapped = dataclasses.replace(traced, mapped=flags)
             key = f"{name}/{without_names(str(config))}, {how}"
             yield hashed(key, lambda config=config, mapped=mapped: program_text(mapped.program(config)))  # type: ignore[misc]
-    if traced.inv.direction == "forward" and traced.known.optional_method(traced.inv.kernel, "reference"):
+    if traced.inv.direction == "forward" and getattr(traced.inv.kernel, "reference", None):
         yield hashed(f"{name}/reference", lambda: program_text(traced.reference()))
 
 
 def build_entries(name: str, known: Any, inv: Any) -> Iterator[Entry]:
     """What would be compiled for a device: hashes of sources, headers and flags."""
-    all_builds = known.optional_method(inv.kernel, "all_builds")
+    all_builds = getattr(inv.kernel, "all_builds", None)
     for build in [] if all_builds is None else all_builds(inv.target):
         if isinstance(build, known.Group):
             yield hashed(f"{name}/{build}", lambda build=build: value_text(known.shipped_key(build)))  # type: ignore[misc]

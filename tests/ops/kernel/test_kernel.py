@@ -67,8 +67,9 @@ class TestHooks:
             "custom_vjp",
             "forward_with_residuals",
             "backward",
+            "reference",
         ]:
-            assert getattr(Kernel, name, None) is None
+            assert getattr(Kernel, name) is None
         with pytest.raises(TypeError, match="abstract"):
             Kernel()
 
@@ -420,6 +421,16 @@ class TestForms:
         by_stage = {each.stage: each.cfg for each in seen}
         assert by_stage["forward"] == Config(64)
         assert by_stage["backward"] == Config(32)
+
+    def test_a_recomputing_kernel_may_have_arguments_of_any_name(self):
+        class Named(Plain):
+            def run(self, x, *, cfg, residuals, wanted):
+                return residuals * x + wanted
+
+            def custom_vjp(self, primals, cfg, kwargs, cotangents):
+                return (kwargs["residuals"] * cotangents[0],)
+
+        close(jax.grad(lambda x: Named()(x, residuals=3.0, wanted=1.0))(2.0), 3.0)
 
 
 class TestCalling:

@@ -49,8 +49,8 @@ DEFAULT_EXECUTOR: Hook[Callable[[], KernelExecutor]] = Hook("the default executo
 class Kernel(abc.ABC, Generic[Cfg, Out]):
     """An operation that can run in several ways, with the configs worth trying.
 
-    ``run`` and ``heuristic_cfg`` must be implemented; the other methods have defaults. The following are optional and
-    exist only where a subclass defines them:
+    ``run`` and ``heuristic_cfg`` must be implemented; the other methods have defaults. The following are optional, and
+    ``None`` where a subclass does not define them:
 
     - ``run_triton``, ``run_pallas``, ``run_cuda``, ``run_xla``: like ``run``, for one platform.
     - ``custom_vjp(primals, cfg, kwargs, cotangents)``: gradients, recomputing what they need.
@@ -80,6 +80,15 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
     """
 
     run_is_forward: ClassVar[bool] = False
+
+    reference: Callable[..., Any] | None = None
+    forward_with_residuals: Callable[..., tuple[Any, Any]] | None = None
+    backward: Callable[..., Any] | None = None
+    custom_vjp: Callable[..., Any] | None = None
+    run_triton: Callable[..., Any] | None = None
+    run_pallas: Callable[..., Any] | None = None
+    run_cuda: Callable[..., Any] | None = None
+    run_xla: Callable[..., Any] | None = None
 
     def __init__(self, name: str | None = None, *, version: str = "0"):
         if not (name is None or isinstance(name, str)) or not isinstance(version, str):

@@ -1,4 +1,4 @@
-"""The optional methods of a kernel, which the base class does not define: code per platform, gradients, the oracle."""
+"""The optional methods of a kernel from which its code and its gradients are taken."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,20 +14,30 @@ PLATFORMS: Mapping[str, tuple[str, ...]] = {
 """The platforms of each kind of device, most specific first."""
 
 
-def optional_method(kernel: Kernel[Any, Any], name: str) -> Any:
-    """The method of that name, or ``None`` if the kernel does not define it."""
-    return getattr(kernel, name, None)
-
-
 def platform_hook(kernel: Kernel[Any, Any], cfg: object, device: Device) -> Callable[..., Any]:
     """The most specific ``run_<platform>`` for the config's or else the device's platform; ``run`` if there is none."""
+    hooks = {
+        "triton": kernel.run_triton,
+        "pallas": kernel.run_pallas,
+        "cuda": kernel.run_cuda,
+        "xla": kernel.run_xla,
+    }
     platform = getattr(cfg, "platform", None)
     names = PLATFORMS.get(device.kind, ()) if platform in (None, "auto") else (str(platform),)
-    for name in names:
-        hook: Callable[..., Any] | None = optional_method(kernel, f"run_{name}")
-        if hook is not None:
-            return hook
-    return kernel.run
+    return next((hook for name in names if (hook := hooks.get(name)) is not None), kernel.run)
+
+
+def backward_hook(kernel: Kernel[Any, Any]) -> Callable[..., Any]:
+    """``backward``, or ``custom_vjp`` called in the same way, of a kernel that has a gradient form."""
+    if kernel.backward is not None:
+        return kernel.backward
+    recompute = kernel.custom_vjp
+    assert recompute is not None  # otherwise JAX differentiates the kernel, and there is no backward pass
+
+    def recomputed(residuals: object, cotangents: object, /, *args: object, cfg: object, **kwargs: object) -> Any:
+        return recompute(args, cfg, kwargs, cotangents)
+
+    return recomputed
 
 
 def gradient_form(kernel: Kernel[Any, Any]) -> str | None:
@@ -36,9 +46,8 @@ def gradient_form(kernel: Kernel[Any, Any]) -> str | None:
     Raises:
       TypeError: the kernel defines only one of the pair.
     """
-    forward, backward = (optional_method(kernel, name) is not None for name in ("forward_with_residuals", "backward"))
-    if forward != backward:
+    if (kernel.forward_with_residuals is None) != (kernel.backward is None):
         raise TypeError(f"{kernel!r} must define both forward_with_residuals and backward, or neither")
-    if forward:
+    if kernel.backward is not None:
         return "residuals"
-    return "recomputing" if optional_method(kernel, "custom_vjp") is not None else None
+    return None if kernel.custom_vjp is None else "recomputing"

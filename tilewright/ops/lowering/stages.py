@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
 from tilewright.ops.kernel.arrays import StaticLeaf, Structure
 from tilewright.ops.kernel.kernel import Kernel
-from tilewright.ops.kernel.optional import optional_method, platform_hook
+from tilewright.ops.kernel.optional import backward_hook, platform_hook
 from tilewright.ops.lowering.gradients import select_gradients, wanted_names
 from tilewright.ops.lowering.labels import without_label
 from tilewright.ops.lowering.surroundings import choice_settings, without_source_locations
@@ -60,20 +60,18 @@ def _run_stage(stage: Stage, cfg: object, device: Device, *arrays: jax.Array) ->
 
 def _forward_stage(stage: Stage, cfg: object, device: Device, *arrays: jax.Array) -> Any:
     args, kwargs = stage.structure.join(arrays)
-    out, residuals = optional_method(stage.kernel, "forward_with_residuals")(*args, cfg=cfg, **kwargs)
-    return out, residuals
+    forward = stage.kernel.forward_with_residuals
+    assert forward is not None  # otherwise the call has no such stage
+    return forward(*args, cfg=cfg, **kwargs)
 
 
 def _backward_stage(stage: Stage, cfg: object, device: Device, *operands: jax.Array) -> list[Any]:
     arrays, rest = operands[: stage.num_arrays], operands[stage.num_arrays :]
     args, kwargs = stage.structure.join(arrays)
     residuals, cotangents = stage.extra.join(rest) if stage.extra is not None else ((), ())
-    backward = optional_method(stage.kernel, "backward")
-    if backward is not None:
-        needs = {"wanted": wanted_names(stage.kernel, args, kwargs, stage.wanted)} if _takes_wanted(backward) else {}
-        gradients = backward(residuals, cotangents, *args, cfg=cfg, **needs, **kwargs)
-    else:
-        gradients = optional_method(stage.kernel, "custom_vjp")(args, cfg, kwargs, cotangents)
+    backward = backward_hook(stage.kernel)
+    needs = {"wanted": wanted_names(stage.kernel, args, kwargs, stage.wanted)} if _takes_wanted(backward) else {}
+    gradients = backward(residuals, cotangents, *args, cfg=cfg, **needs, **kwargs)
     return select_gradients(stage.kernel, args, kwargs, gradients, stage.wanted)
 
 

@@ -17,7 +17,7 @@ from tilewright.ops.config.chooser import ConfigChooser
 from tilewright.ops.config.context import current_overrides
 from tilewright.ops.kernel.arrays import Shaped, split
 from tilewright.ops.kernel.kernel import Invocation
-from tilewright.ops.kernel.optional import gradient_form, optional_method
+from tilewright.ops.kernel.optional import gradient_form
 from tilewright.ops.kernel.parts import Arguments, OraclePart
 from tilewright.ops.lowering import ahead
 from tilewright.ops.lowering.call import Call, Selector, code_of, known_results
@@ -60,7 +60,7 @@ class Workload:
         self._mapped = inv.mapped
         if inv.direction == "backward":
             self._add_cotangents(chooser)
-        self.checked = verify and optional_method(inv.kernel, "reference") is not None
+        self.checked = verify and inv.kernel.reference is not None
         self._oracle_results: concurrent.futures.Future[tuple[float, list[_Answer]]] | None = None
 
     def start_oracle(self, device_access: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
@@ -200,7 +200,9 @@ class Workload:
         args, kwargs = self._call.structure.join(arrays)
         if part is not None:
             args, kwargs = part.arguments(args, kwargs)
-        return optional_method(self._inv.kernel, "reference")(*args, **kwargs)
+        reference = self._inv.kernel.reference
+        assert reference is not None  # it is asked only if `checked`
+        return reference(*args, **kwargs)
 
     def _reference_gradients(self, part: OraclePart | None, *operands: jax.Array) -> list[Any]:
         arrays, cotangents = operands[: self._call.num_arrays], operands[len(operands) - self._num_cotangents :]
