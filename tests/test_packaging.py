@@ -30,7 +30,8 @@ LAYERS = {
         "tilewright.ops.utils",
         "tilewright.ops.kernel",
     ),
-    "tilewright.modules": ("tilewright.errors", "tilewright.ops", "tilewright.kernels"),
+    "tilewright.compat": ("tilewright.errors", "tilewright.ops", "tilewright.kernels"),
+    "tilewright.modules": ("tilewright.errors", "tilewright.ops", "tilewright.kernels", "tilewright.compat"),
     "tilewright.integrations": ("tilewright.errors", "tilewright.ops", "tilewright.kernels", "tilewright.modules"),
     "tilewright.errors": (),
 }

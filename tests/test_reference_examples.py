@@ -434,20 +434,25 @@ def test_type_variables():
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        ("tilewright.ops.kernel.kernel", "Kernel Invocation"),
-        ("tilewright.ops.types", "Cfg Out"),
-        ("tilewright.ops.config.cache", "ConfigCache"),
+        ("tilewright.ops", "Kernel Executor"),
+        ("tilewright.ops.core.kernel", "Kernel Invocation"),
+        ("tilewright.ops.core.types", "Cfg Out"),
+        ("tilewright.ops.config.cache", "ConfigCache overlay_cache"),
         ("tilewright.ops.config.persistent", "PersistentCache"),
-        ("tilewright.ops.config.selection", "ConfigSelectorChain AutotunePolicy overlay_cache"),
-        ("tilewright.ops.executor", "Executor ConfigChooser"),
-        ("tilewright.ops.batch", "vmap_with_config pmap_with_config"),
-        ("tilewright.ops.tuning.tuning", "Autotuner benchmark autotune autotune_recorded Tuner"),
-        ("tilewright.ops.kernel.registry", "record_invocation get_invocations"),
+        ("tilewright.ops.config.selection", "ConfigSelectorChain AutotunePolicy"),
+        ("tilewright.ops.execution.executor", "Executor ConfigChooser"),
+        ("tilewright.ops.execution.batch", "vmap_with_config pmap_with_config"),
+        ("tilewright.ops.execution.tuning", "Autotuner benchmark autotune autotune_recorded Tuner"),
+        ("tilewright.ops.registry", "record_invocation get_invocations"),
+        ("tilewright.ops.utils", "datacarrier"),
         ("tilewright.ops.utils.datacarrier", "FwdParams BwdParams"),
+        ("tilewright.kernels._registry", "Platform Backend"),
+        ("tilewright.modules", "FlashAttention flash_attention"),
         ("tilewright.modules.base", "KernelConfig create_default_executor detect_platform"),
     ],
 )
 def test_module_structure(module, names):
+    """Every module path that the pages name, with what they say of it."""
     loaded = importlib.import_module(module)
     assert [name for name in names.split() if getattr(loaded, name, None) is None] == []
 

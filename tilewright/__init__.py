@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilewright import errors as errors
 from tilewright._version import __version__ as __version__
+from tilewright.compat.paths import install as _install_former_paths
 from tilewright.errors import LockError as LockError
 from tilewright.errors import NoConfigError as NoConfigError
 from tilewright.errors import TargetDeviceError as TargetDeviceError
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from tilewright.ops import explain as explain
     from tilewright.ops import target_device as target_device
     from tilewright.ops import tune as tune
+
+_install_former_paths()
 
 _HOMES = {
     "context_parallel_attention": "tilewright.modules",

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tilewright.compat.base import KernelConfig
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.op.backend import Implementation, lazy
-from tilewright.kernels.op.choice import Choice, KernelConfig, PerDirection, Platform
+from tilewright.kernels.op.choice import Choice, PerDirection, Platform
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.ops import ConfigSelectorChain, Executor, Invocation, from_json, stable_json, to_json
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams

@@ -2,7 +2,6 @@
 
 from tilewright.ops.batch import pmap_with_config as pmap_with_config
 from tilewright.ops.batch import vmap_with_config as vmap_with_config
-from tilewright.ops.config.cache import ConfigCache as ConfigCache
 from tilewright.ops.config.chooser import ConfigChooser as ConfigChooser
 from tilewright.ops.config.chooser import Selection as Selection
 from tilewright.ops.config.context import AutotunePolicy as AutotunePolicy
@@ -10,6 +9,7 @@ from tilewright.ops.config.context import overlay_cache as overlay_cache
 from tilewright.ops.config.context import policy_override as policy_override
 from tilewright.ops.config.context import use_lock as use_lock
 from tilewright.ops.config.lockfile import Lock as Lock
+from tilewright.ops.config.memory import ConfigCache as ConfigCache
 from tilewright.ops.config.persistent import PersistentCache as PersistentCache
 from tilewright.ops.config.results import AutotuningResult as AutotuningResult
 from tilewright.ops.config.results import TunedCall as TunedCall

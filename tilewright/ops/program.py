@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.chooser import ConfigChooser
 from tilewright.ops.config.context import applied_overrides, check_budget, current_overrides
+from tilewright.ops.config.memory import ConfigCache
 from tilewright.ops.config.results import AutotuningResult
 from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.config.tuner import Tuner

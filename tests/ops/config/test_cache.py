@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from tilewright.ops.config.cache import ConfigCache
+from tilewright.ops.config.memory import ConfigCache
 from tilewright.ops.utils.datacarrier import FwdParams
 
 

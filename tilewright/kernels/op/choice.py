@@ -1,9 +1,12 @@
 """Platforms, and the configs that name a backend and its params."""
 
+import abc
 import dataclasses
 import enum
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any
 
+from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.stable_ids import stable_id
 
 
@@ -15,53 +18,6 @@ class Platform(enum.StrEnum):
     PALLAS = "pallas"
     TRITON = "triton"
     CUDA = "cuda"
-
-
-@stable_id("tilewright/registry.Backend", formerly=("tilewright.kernels.registry:Backend",))
-class Backend(enum.StrEnum):
-    """The hardware that a config is meant for."""
-
-    ANY = "any"
-    GPU = "gpu"
-    TPU = "tpu"
-    CPU = "cpu"
-
-
-@stable_id("tilewright/registry.KernelConfig", formerly=("tilewright.kernels.registry:KernelConfig",))
-@dataclasses.dataclass(frozen=True, slots=True)
-class KernelConfig:
-    """A config in terms that many kernels share, for callers who set block sizes by hand.
-
-    Attributes:
-      block_q: query rows per tile.
-      block_k: keys per tile.
-      block_d: head_dim per tile, if it is tiled.
-      num_warps: warps of a GPU block.
-      num_stages: stages of a GPU pipeline.
-      platform: a platform's name, or "auto".
-      backend: the hardware that the config is meant for.
-      algorithm: one of several implementations on a platform.
-      priority: the config with the highest one applies if several match.
-    """
-
-    block_q: int = 128
-    block_k: int = 128
-    block_d: int = 64
-    num_warps: int = 4
-    num_stages: int = 2
-    platform: Platform | Literal["triton", "pallas", "cuda", "xla", "auto"] = "auto"
-    backend: Backend | Literal["gpu", "tpu", "cpu", "any"] = Backend.ANY
-    algorithm: str | None = None
-    priority: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("block_q", "block_k", "block_d", "num_warps", "num_stages"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"KernelConfig needs a positive integer, got {name}={value!r}")
-        if self.platform != "auto":
-            object.__setattr__(self, "platform", Platform(self.platform))
-        object.__setattr__(self, "backend", Backend(self.backend))
 
 
 @stable_id("tilewright/portfolio.Choice", formerly=("tilewright.kernels.portfolio:Choice",))
@@ -99,6 +55,24 @@ class PerDirection:
 
     forward: Any = None
     backward: Any = None
+
+
+class CommonConfig(abc.ABC):
+    """A config in terms that many backends share, of which a `Choice` is made for each call."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def chosen(self, choices: Iterable[tuple[Choice, type]], inv: Invocation[Choice, Any]) -> Choice:
+        """The first of the choices that this config fits, with its params.
+
+        Args:
+          choices: the heuristic choices of the backends that can serve the call, best first, with the types of their
+            params.
+
+        Raises:
+          UnsupportedError: it fits none.
+        """
 
 
 DECLARED = Choice(Platform.XLA, "declared")

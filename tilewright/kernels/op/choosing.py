@@ -9,7 +9,7 @@ from typing import Any
 
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.op.backend import Implementation, Loaded, one_line
-from tilewright.kernels.op.choice import DECLARED, Choice, KernelConfig, PerDirection, Platform
+from tilewright.kernels.op.choice import DECLARED, Choice, CommonConfig, PerDirection, Platform
 from tilewright.kernels.op.footprint import Footprint, busy_share, launch_reasons
 from tilewright.kernels.op.inputs import OpInputs
 from tilewright.kernels.op.op import Op
@@ -18,7 +18,6 @@ from tilewright.kernels.op.xla_flags import wants_repeatable
 from tilewright.ops.kernel.builds import Build, missing_builds
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.types import Device, Direction
-from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 from tilewright.ops.utils.fingerprint import source_fingerprint
 
 type Backend = Implementation[Any, Any, Any, Any]
@@ -70,8 +69,9 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
         if isinstance(cfg, PerDirection):
             part = cfg.forward if inv.direction == "forward" else cfg.backward
             return None if part is None else self.resolve_config(part, inv)
-        if isinstance(cfg, KernelConfig):
-            return self._of_kernel_config(cfg, inv)
+        if isinstance(cfg, CommonConfig):
+            choices = self._by_preference(inv)
+            return cfg.chosen(((c, _params_types(self.backends.of(c), inv.direction)[0]) for c in choices), inv)
         if isinstance(cfg, Choice):
             return self._checked_choice(cfg, inv)
         for choice in self._by_preference(inv):
@@ -97,20 +97,6 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
         if why:
             raise UnsupportedError(f"{self.name} ({inv.direction})", {choice.implementation: why})
         return choice
-
-    def _of_kernel_config(self, cfg: KernelConfig, inv: Call) -> Choice:
-        params: FwdParams | BwdParams
-        common = {"q_blocksize": cfg.block_q, "kv_blocksize": cfg.block_k}
-        warps = {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages}
-        params = FwdParams(**common, **warps) if inv.direction == "forward" else BwdParams(**common, **warps)
-        for choice in self._by_preference(inv):
-            named = cfg.platform in (None, "auto", choice.platform) and cfg.algorithm in (None, choice.algorithm)
-            if named and isinstance(params, _params_types(self.backends.of(choice), inv.direction)[0]):
-                return dataclasses.replace(choice, params=params)
-        raise UnsupportedError(
-            f"{self.name} ({inv.direction})",
-            {str(cfg.platform): [f"no implementation that takes the block sizes of {cfg} can serve the call"]},
-        )
 
     def config_reasons(self, inv: Call, cfg: object) -> list[str]:
         """Reasons why a config that once fitted this call cannot run it here and now; a cache may hold anything."""

@@ -10,9 +10,9 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
-from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.context import overlay_cache
 from tilewright.ops.config.lockfile import Decision, Lock
+from tilewright.ops.config.memory import ConfigCache
 from tilewright.ops.config.tuner import Timer
 from tilewright.ops.kernel.candidates import Candidate, Timing, kind_of
 from tilewright.ops.kernel.kernel import Invocation

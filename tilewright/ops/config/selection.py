@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from tilewright.errors import NoConfigError
 from tilewright.ops.config import agreement, unbuilt
-from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.chooser import ConfigChooser, Selection
-from tilewright.ops.config.context import AutotunePolicy, Overrides, current_overrides, overlay_cache, policy_override
+from tilewright.ops.config.context import AutotunePolicy, Overrides, current_overrides
 from tilewright.ops.config.job_store import is_distributed
+from tilewright.ops.config.memory import ConfigCache
 from tilewright.ops.config.nearest import NearestTable
 from tilewright.ops.config.persistent import PersistentCache
 from tilewright.ops.config.results import AutotuningResult, TunedCall
@@ -32,8 +32,6 @@ __all__ = [
     "ConfigChooser",
     "ConfigSelectorChain",
     "Selection",
-    "overlay_cache",
-    "policy_override",
 ]
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tilewright.ops.config.cache import ConfigCache
 from tilewright.ops.config.context import overlay_cache
+from tilewright.ops.config.memory import ConfigCache
 from tilewright.ops.config.results import Confirmation
 from tilewright.ops.kernel.candidates import Timing
 

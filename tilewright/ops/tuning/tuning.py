@@ -34,7 +34,6 @@ from tilewright.ops.tuning.events import (
 )
 from tilewright.ops.tuning.isolation import IdleWorker, ProcessBench, Task, reason_not_sendable
 from tilewright.ops.tuning.schedule import Schedule
-from tilewright.ops.tuning.timing import benchmark
 from tilewright.ops.utils.describe import describe_config
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 from tilewright.ops.utils.target import check_runs_here
@@ -53,7 +52,6 @@ __all__ = [
     "Tuner",
     "autotune",
     "autotune_recorded",
-    "benchmark",
 ]
 
 DEFAULT_CALL_S = 120.0

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tilewright.ops.config.cache import ConfigCache
+from tilewright.ops.config.memory import ConfigCache
 from tilewright.ops.config.persistent import PersistentCache
 from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.tuning.bench import CandidateError, LocalBench, failure, local_bench

@@ -2,14 +2,24 @@
 
 import dataclasses
 import inspect
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tilewright.modules import FlashAttention, base
-from tilewright.ops import ConfigSelectorChain, Executor, from_json, to_json
+from tests.ops.kernel.samples import Product, operands
+from tilewright import modules
+from tilewright.compat import base
+from tilewright.errors import UnsupportedError
+from tilewright.kernels.op.choice import Choice
+from tilewright.modules import FlashAttention
+from tilewright.ops import BwdParams, ConfigSelectorChain, Executor, FwdParams, Invocation, from_json, to_json
+from tilewright.ops.types import Direction
+
+OTHERS = {"kv_blocksize": 128, "num_warps": 4, "num_stages": 2}
 
 
 def test_fields_and_defaults_are_the_documented_ones() -> None:
@@ -24,12 +34,53 @@ def test_fields_and_defaults_are_the_documented_ones() -> None:
     assert base.KernelConfig(platform="xla").platform is base.Platform.XLA
 
 
+def test_modules_offers_them() -> None:
+    for name in base.__all__:
+        assert getattr(modules.base, name) is getattr(base, name)
+
+
 def test_it_round_trips_hashes_and_is_frozen() -> None:
     config = base.KernelConfig(block_q=64, platform="cuda", algorithm="cutlass")
     assert from_json(to_json(config), base.KernelConfig) == config
     assert hash(config) == hash(dataclasses.replace(config))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.block_q = 1  # type: ignore[misc]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tilewright/registry.KernelConfig", "tilewright.kernels.registry:KernelConfig"])
+def test_a_file_may_name_it_before_it_is_imported(name: str) -> None:
+    program = f"from tilewright.ops.utils.stable_ids import find_class; print(find_class({name!r}).__name__)"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "KernelConfig"
+
+
+@pytest.mark.parametrize(
+    ("config", "direction", "chosen"),
+    [
+        (base.KernelConfig(block_q=32), "forward", Choice("cuda", None, FwdParams(q_blocksize=32, **OTHERS))),
+        (base.KernelConfig(block_q=32), "backward", Choice("xla", None, BwdParams(q_blocksize=32, **OTHERS))),
+        (base.KernelConfig(platform="xla"), "forward", Choice("xla", "other", FwdParams(q_blocksize=128, **OTHERS))),
+        (base.KernelConfig(algorithm="other"), "forward", Choice("xla", "other", FwdParams(q_blocksize=128, **OTHERS))),
+        (base.KernelConfig(platform="triton"), "forward", None),
+        (base.KernelConfig(platform="xla", algorithm="none"), "backward", None),
+    ],
+)
+def test_the_first_backend_that_takes_block_sizes_gets_them(
+    config: base.KernelConfig, direction: Direction, chosen: Choice | None
+) -> None:
+    choices = [
+        (Choice("triton"), int),
+        (Choice("cuda"), FwdParams),
+        (Choice("xla"), BwdParams),
+        (Choice("xla", "other"), FwdParams),
+    ]
+    inv = Invocation(Product(), operands((2, 2), (2, 2)), direction=direction)
+    if chosen is not None:
+        assert config.chosen(choices, inv) == chosen
+        return
+    with pytest.raises(UnsupportedError, match=rf"tests.product \({direction}\)(.|\n)* {config.platform}: no impl"):
+        config.chosen(choices, inv)
 
 
 @pytest.mark.parametrize(
