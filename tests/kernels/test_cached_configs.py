@@ -48,6 +48,10 @@ UNFIT = {
 }
 
 
+def source_of(config: Any) -> str:
+    return INV.kernel.source(config) if isinstance(config, Choice) else ""
+
+
 def cached(step: str, config: Any, folder: Path) -> tuple[ConfigSelectorChain, ConfigCache]:
     """A chain with a config in one of its caches, and the overlay to ask it with."""
     memory, overlay, disk = ConfigCache(), ConfigCache(), PersistentCache(folder)
@@ -56,7 +60,7 @@ def cached(step: str, config: Any, folder: Path) -> tuple[ConfigSelectorChain, C
     elif step == "overlay":
         overlay.put(INV.key, config)
     else:
-        assert disk.put(INV.key, config, source=INV.kernel.source())
+        assert disk.put(INV.key, config, source=source_of(config))
     return ConfigSelectorChain(memory, disk), overlay
 
 
@@ -121,7 +125,8 @@ def test_hopper_configs(params: HopperForwardParams, hit: bool, tmp_path: Path) 
     """What needs more shared memory than there is at head dim 256."""
     with interpret_mosaic():
         inv, disk = attention_call(), PersistentCache(tmp_path)
-        assert disk.put(inv.key, Choice("pallas", None, params), source=inv.kernel.source())
+        config = Choice("pallas", None, params)
+        assert disk.put(inv.key, config, source=inv.kernel.source(config))
         selection = ConfigSelectorChain(persistent=disk).choose(inv)
     assert selection.step == ("disk" if hit else "heuristic")
     assert (selection.config.params == params) == hit
@@ -132,7 +137,7 @@ def test_hopper_configs_of_other_fields(tmp_path: Path) -> None:
     with interpret_mosaic():
         inv, disk = attention_call(), PersistentCache(tmp_path)
         config = Choice("pallas", None, HopperForwardParams(128, 64, 2, False))
-        assert disk.put(inv.key, config, source=inv.kernel.source())
+        assert disk.put(inv.key, config, source=inv.kernel.source(config))
         (file,) = tmp_path.iterdir()
         document = json.loads(file.read_text())
         fields = document["config"]["fields"]["params"]["fields"]

@@ -68,7 +68,7 @@ class TestWhatWasStored:
         cache = PersistentCache(tmp_path)
         (former,) = inv.former_keys
         config = inv.kernel.heuristic_cfg(inv)
-        cache.put(former, config, source=inv.kernel.source(), metadata={"time_ms": 1.0, "complete": True})
+        cache.put(former, config, source=inv.kernel.source(config), metadata={"time_ms": 1.0, "complete": True})
         found = ConfigSelectorChain(persistent=cache).lookup(inv)
         assert (found.step, found.config, found.key) == ("disk", config, inv.key)
         assert ConfigSelectorChain(persistent=cache).measured_ms(inv, config) == 1.0
@@ -77,7 +77,7 @@ class TestWhatWasStored:
         inv = call_of("layer_norm", kernel("layer_norm").cases.small)
         (former,) = inv.former_keys
         config = inv.kernel.heuristic_cfg(inv)
-        decision = Decision.of(former, config, inv.kernel.source())
+        decision = Decision.of(former, config, inv.kernel.source(config))
         lock = Lock(inv.device_fingerprint, toolchain_fingerprint(), (decision,))
         lock.save(tmp_path / "lock.json")
         with use_lock(tmp_path / "lock.json", miss="error"):

@@ -253,7 +253,9 @@ def lower_only(executor, kernel, mesh, size):
 
 
 def lock_of(kernel, sizes):
-    decisions = [Decision.of(key_of(kernel, (1, n)), Step(number), kernel.source()) for n, number in sizes.items()]
+    decisions = [
+        Decision.of(key_of(kernel, (1, n)), Step(number), kernel.source(Step(number))) for n, number in sizes.items()
+    ]
     return Lock(device_fingerprint(), toolchain_fingerprint(), tuple(decisions))
 
 

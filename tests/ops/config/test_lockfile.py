@@ -49,7 +49,7 @@ DEVICE = INV.device_fingerprint
 
 def result(*decided, device=DEVICE, toolchain=None):
     """What a tuning would return that had found these configs."""
-    entries = [TunedCall.of(i, [Candidate(cfg, (1.0,))], 0, source=i.kernel.source()) for i, cfg in decided]
+    entries = [TunedCall.of(i, [Candidate(cfg, (1.0,))], 0, source=i.kernel.source(cfg)) for i, cfg in decided]
     toolchain = toolchain_fingerprint() if toolchain is None else toolchain
     return AutotuningResult(tuple(entries), device=device, toolchain=toolchain)
 
@@ -89,7 +89,7 @@ class TestBytes:
         assert hash(read) == hash(made)
         assert (read.device, read.toolchain, read.decisions) == (made.device, made.toolchain, made.decisions)
         assert [d.direction for d in read.decisions] == ["backward", "forward"]
-        assert read.get(INV.key).source == INV.kernel.source()
+        assert read.get(INV.key).source == INV.kernel.source(Config(1))
         assert read.get(INV.key).shapes == "f32[6,5] f32[5,4]"
         assert read.get(OTHER.key) is None
         assert os.listdir(tmp_path) == ["a.json"]
@@ -159,9 +159,9 @@ class TestMerging:
     def test_the_source_is_that_which_was_measured(self, monkeypatch, tmp_path):
         """Not that of the process in which the result becomes a lock, where the kernel need not even be."""
         chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path))
-        measured = INV.kernel.source()
+        measured = INV.kernel.source(Config(1))
         tuned = Autotuner(Tuner(0, 1), chooser=chain).tune(INV)
-        monkeypatch.setattr(Product, "source", lambda self: "edited since", raising=False)
+        monkeypatch.setattr(Product, "source", lambda self, cfg: "edited since", raising=False)
         assert tuned.to_lock().get(INV.key).source == measured
         text = tuned.to_json().replace(KERNEL.name, "tests.lockfile.gone")
         (decision,) = AutotuningResult.from_json(text).to_lock().decisions
@@ -299,7 +299,7 @@ class TestHostileFiles:
         self.refused(file, "sha256")
 
     def test_one_call_decided_twice(self):
-        source = INV.kernel.source()
+        source = INV.kernel.source(Config(1))
         twice = (Decision.of(INV.key, Config(1), source), Decision.of(INV.key, Config(2), source))
         with pytest.raises(ValueError, match="decides each call once"):
             Lock(DEVICE, {}, twice)
@@ -499,7 +499,7 @@ class TestMissIsAnError:
 
     def test_another_device(self, caplog):
         key = json.dumps(json.loads(INV.key) | {"device": "gpu:other:9.0"})
-        lock = Lock("gpu:other:9.0", {}, (Decision.of(key, Config(2), INV.kernel.source()),))
+        lock = Lock("gpu:other:9.0", {}, (Decision.of(key, Config(2), INV.kernel.source(Config(2))),))
         with use_lock(lock), caplog.at_level(logging.WARNING):
             for _ in range(3):
                 assert ConfigSelectorChain().choose(INV).step == "heuristic"
@@ -712,7 +712,8 @@ class TestProcesses:
             folder = tmp_path / f"cache{n}"
             cache = PersistentCache(folder / "configs")
             for inv, config in calls[n:]:
-                assert cache.put(inv.key, config(inv, (8, 16, 64)[n]), source=inv.kernel.source())
+                tuned = config(inv, (8, 16, 64)[n])
+                assert cache.put(inv.key, tuned, source=inv.kernel.source(tuned))
             processes.append(start(tmp_path / "lock.json", folder, TILEWRIGHT_LOCK_MISS=("allow", "error", "error")[n]))
         outputs = [process.communicate(timeout=300) for process in processes]
         assert [process.returncode for process in processes] == [0, 0, 0], outputs
@@ -724,7 +725,7 @@ class TestProcesses:
     def test_would_differ_without_it(self, calls, tmp_path):
         cache = PersistentCache(tmp_path / "configs")
         for inv, config in calls:
-            cache.put(inv.key, config(inv, 8), source=inv.kernel.source())
+            cache.put(inv.key, config(inv, 8), source=inv.kernel.source(config(inv, 8)))
         output, errors = start("", tmp_path).communicate(timeout=300)
         expected = {f"{inv.kernel.name} {inv.direction} disk {config(inv, 8)}" for inv, config in calls}
         assert set(output.splitlines()) == expected, errors

@@ -168,12 +168,12 @@ def test_measurements_already_in_json_come_back_as_they_were(cache):
 class TestStale:
     def test_another_source(self, cache):
         cache.put("key", 1, source="old")
-        assert cache.get("key") == cache.get("key", source="old") == 1
-        assert cache.stale_config("key", source="old") is None
-        assert cache.get("key", source="new") is None
-        assert cache.stale_config("key", source="new") == 1
-        assert cache.entry("key", source="new").stale
-        assert cache.stale_config("key", source="new", expected_type=str) is None
+        assert cache.get("key") == cache.get("key", source=lambda _: "old") == 1
+        assert cache.stale_config("key", source=lambda _: "old") is None
+        assert cache.get("key", source=lambda _: "new") is None
+        assert cache.stale_config("key", source=lambda _: "new") == 1
+        assert cache.entry("key", source=lambda _: "new").stale
+        assert cache.stale_config("key", source=lambda _: "new", expected_type=str) is None
 
     def test_another_toolchain(self, cache, monkeypatch):
         cache.put("key", 1)

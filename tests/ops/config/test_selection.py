@@ -47,7 +47,7 @@ def inv(kernel):
 
 def tuned(inv, cfg):
     """What a tuning returns."""
-    call = TunedCall.of(inv, [Candidate(cfg, (1.0,))], 0, source=inv.kernel.source())
+    call = TunedCall.of(inv, [Candidate(cfg, (1.0,))], 0, source=inv.kernel.source(cfg))
     return AutotuningResult((call,), device=inv.device_fingerprint)
 
 
@@ -61,7 +61,7 @@ def table(folder, inv, cfg, name="table.json"):
 def stored(path, inv, cfg, **kwargs):
 
     cache = PersistentCache(path)
-    assert cache.put(inv.key, cfg, source=inv.kernel.source(), **kwargs)
+    assert cache.put(inv.key, cfg, source=inv.kernel.source(cfg), **kwargs)
     return cache
 
 

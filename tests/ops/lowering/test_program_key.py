@@ -2,10 +2,6 @@
 
 import dataclasses
 import enum
-import os
-import sys
-import time
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -17,10 +13,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.ops.kernel.samples import Config, Pair
 from tilewright.kernels.masks import CausalMask
 from tilewright.ops.kernel.arrays import StaticLeaf, split
-from tilewright.ops.lowering import program_key, surroundings
+from tilewright.ops.lowering import program_key
 from tilewright.ops.lowering.program_key import describe, read, written
 from tilewright.ops.lowering.stages import Program, Stage, traced
-from tilewright.ops.lowering.surroundings import NotDescribableError, described, is_dumping, sources_fingerprint
+from tilewright.ops.lowering.surroundings import NotDescribableError, described, is_dumping
 from tilewright.ops.types import Device, MappedAxis
 from tilewright.ops.utils.serialize import canonical_json
 
@@ -120,7 +116,7 @@ def test_another_toolchain_or_source_has_another_key(monkeypatch):
     before = key_of()
     monkeypatch.setattr(program_key, "toolchain_fingerprint", lambda: {"jax": "0.99"})
     toolchain = key_of()
-    monkeypatch.setattr(program_key, "sources_fingerprint", lambda names: "another")
+    monkeypatch.setattr(program_key, "packages_fingerprint", lambda names: "another")
     assert len({before, toolchain, key_of()}) == 3
 
 
@@ -223,52 +219,3 @@ def test_settings_are_described():
     assert described(1) != described(True) or str(described(1)) != str(described(True))
     with pytest.raises(NotDescribableError):
         described((1, object()))
-
-
-# Sources.
-
-
-@pytest.fixture
-def package(tmp_path, monkeypatch) -> Any:
-    folder = tmp_path / "tests_sources"
-    (folder / "inner").mkdir(parents=True)
-    for name in ("__init__.py", "inner/a.py"):
-        (folder / name).write_text("x = 1\n")
-    long_ago = time.time() - 10_000
-    age(folder, long_ago)
-    module = ModuleType("tests_sources")
-    module.__file__ = str(folder / "__init__.py")
-    monkeypatch.setitem(sys.modules, "tests_sources", module)
-    surroundings._package_fingerprint.cache_clear()
-    yield folder
-    surroundings._package_fingerprint.cache_clear()
-
-
-def age(folder: Any, when: float) -> None:
-    for path in folder.rglob("*.py"):
-        os.utime(path, (when, when))
-    surroundings._package_fingerprint.cache_clear()
-
-
-def test_every_source_of_a_package_counts(package):
-    found = [sources_fingerprint(["tests_sources"])]
-    (package / "inner" / "a.py").write_text("x = 2\n")
-    age(package, 1.0)
-    found.append(sources_fingerprint(["tests_sources"]))
-    (package / "inner" / "a.py").rename(package / "inner" / "b.py")
-    age(package, 1.0)
-    found.append(sources_fingerprint(["tests_sources"]))
-    found.append(sources_fingerprint(["tests_sources", "tilewright"]))
-    assert len(set(found)) == 4
-    assert all(found)
-
-
-def test_a_source_that_changed_since_the_start_tells_nothing(package):
-    (package / "inner" / "a.py").write_text("x = 3\n")
-    surroundings._package_fingerprint.cache_clear()
-    assert sources_fingerprint(["tests_sources"]) == ""
-
-
-@pytest.mark.parametrize("names", [(), ("__main__",), ("tests_no_such_module",), ("tilewright", "sys")])
-def test_what_has_no_sources_tells_nothing(names):
-    assert sources_fingerprint(names) == ""

@@ -145,7 +145,7 @@ def _builds_of(decision: Decision, device: Device) -> Sequence[Build]:
     if op.version != fields["version"]:
         raise LookupError(f"its version here is {op.version}, not {fields['version']}")
     inv = Invocation.of_description(op, fields, "forward" if decision.direction == "forward" else "backward", device)
-    config = rebuild_config(decision.config, type(op.heuristic_cfg(inv)))
+    config = rebuild_config(decision.config, op.config_type(inv))
     return op.config_builds(inv, config)
 
 

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-import inspect
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,12 +18,14 @@ from tilewright.kernels.op.xla_flags import wants_repeatable
 from tilewright.ops.kernel.builds import Build, missing_builds
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.types import Device, Direction
-from tilewright.ops.utils.fingerprint import source_fingerprint
+from tilewright.ops.utils.sources import imported, sources_fingerprint
 
 type Backend = Implementation[Any, Any, Any, Any]
 type Call = Invocation[Choice, Any]
 
 _REPEATS = "the same bits in every run, as XLA_FLAGS want"
+_OP = __name__.rpartition(".")[0]
+_KERNELS, _PACKAGE = _OP.rpartition(".")[0], _OP.partition(".")[0]
 _PLATFORMS = frozenset(str(platform) for platform in Platform)
 
 
@@ -54,6 +56,10 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
                 yield dataclasses.replace(choice, params=params)
 
     # Configs that a caller, a cache or a table gives.
+
+    def config_type(self, inv: Call) -> type[Choice]:
+        list(self.backends)  # their modules define the params
+        return Choice
 
     def resolve_config(self, cfg: object, inv: Call) -> Choice | None:
         """Resolves a config that the caller gave, for one direction.
@@ -167,19 +173,27 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
         """Every build that `config_builds` may return for calls on a device."""
         return [build for each in self.backends.usable for build in each.all_builds(device)]
 
-    def source(self) -> str:
-        """A hash of the code of all implementations that can be loaded here."""
-        modules = [inspect.getmodule(kind) for kind in (type(self), *map(type, self.backends.usable))]
-        return "".join(source_fingerprint(module)[:16] for module in modules)
+    # What a config's measurements and its lowering depend on.
+
+    def source(self, cfg: Choice) -> str:
+        """A hash of the modules of the op, of the backend's module, and of all the kernels that this one imports."""
+        backend = self.backends.find(cfg)
+        if backend is None:
+            return ""
+        own = frozenset(kind.__module__ for kind in type(self).__mro__ if issubclass(kind, ChoosingOp))
+        modules = {type(backend).__module__, backend.late_import.partition(":")[0]}
+        return _source(own, frozenset(modules), self._packages(backend))
 
     def lowering_packages(self, cfg: Choice) -> tuple[str, ...]:
         """The packages whose sources determine the lowering of a config; empty if it must not be stored on disk."""
         backend = None if cfg == DECLARED else self.backends.find(cfg)
         if backend is None or not backend.keeps_lowering:
             return ()
-        # The op and its backend may be of packages other than this one.
-        kinds = (ChoosingOp, type(self), type(backend))
-        return tuple(sorted({kind.__module__.partition(".")[0] for kind in kinds}))
+        return tuple(sorted(self._packages(backend)))
+
+    def _packages(self, backend: Backend) -> frozenset[str]:
+        """This package and those of the op and its backend, which may be others."""
+        return frozenset(kind.__module__.partition(".")[0] for kind in (ChoosingOp, type(self), type(backend)))
 
     # Reasons and preference.
 
@@ -259,6 +273,21 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
         if self.backends.of(choice).deprioritized(self.inputs_of(inv), inv.target, inv.direction):
             return "supported, but probably slower for these shapes: nothing measured it as faster"
         return f"supported, but behind {cfg.implementation} in the order of preference: nothing measured it as faster"
+
+
+@functools.cache
+def _source(own: frozenset[str], backend: frozenset[str], packages: frozenset[str]) -> str:
+    """A hash of an op's own modules, and of those of a backend with all that they import from some packages."""
+
+    def counts(module: str) -> bool:
+        top = module.partition(".")[0]
+        if top != _PACKAGE:
+            return top in packages
+        # What all ops are made with makes none of their configs faster than another.
+        return module.startswith(f"{_KERNELS}.") and not f"{module}.".startswith(f"{_OP}.")
+
+    found = imported(backend, counts)
+    return sources_fingerprint(found | imported(own, lambda module: module in own and counts(module)))
 
 
 def _reasons(backend: Backend, inputs: OpInputs, inv: Call) -> list[str]:

@@ -315,7 +315,7 @@ def _follow(topic: Topic, own: Selection, published: dict[str, Any]) -> Selectio
         config = own.config
     else:
         try:
-            config = rebuild_config(published["config"], type(inv.kernel.heuristic_cfg(inv)))
+            config = rebuild_config(published["config"], inv.kernel.config_type(inv))
         except (*REBUILD_ERRORS, TypeError) as error:
             raise AgreementError(
                 f"process {jax.process_index()} cannot read the config by which {leader} runs {topic}: {error}. "

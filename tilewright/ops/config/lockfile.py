@@ -263,24 +263,25 @@ class ActiveLock:
         """The lock's name for messages."""
         return self.path or f"given in the program (sha256 {self.lock.sha256[:12]})"
 
-    def answer(self, inv: Invocation[Any, Any], source: str) -> tuple[Any, str]:
-        """The config of a call, or ``None`` and the reason; no reason if the lock does not concern the call's device.
-
-        Args:
-          source: hash of the implementation's current source.
-        """
-        config, why = self._answer(inv, source)
+    def answer(self, inv: Invocation[Any, Any]) -> tuple[Any, str]:
+        """The config of a call, or ``None`` and the reason: none if the lock does not concern the call's device."""
+        config, why = self._answer(inv)
         if why and self.miss == "allow":
             call_text = f" for {describe_key(inv.key)}" if why == _LACKS else ""
             _log_once(f"the lock {self.name} does not decide {inv.kernel.name} ({inv.direction}){call_text}: {why}")
         return config, why
 
-    def _answer(self, inv: Invocation[Any, Any], source: str) -> tuple[Any, str]:
+    def _answer(self, inv: Invocation[Any, Any]) -> tuple[Any, str]:
         if inv.device_fingerprint != self.lock.device:
             return None, "" if _has_device(self.lock.device) else self._other_device(inv)
         decision = next(filter(None, map(self.lock.get, (inv.key, *inv.former_keys))), None)
         if decision is None:
             return None, _LACKS
+        try:
+            config = rebuild_config(decision.config, inv.kernel.config_type(inv))
+        except REBUILD_ERRORS as error:
+            return None, f"its config cannot be rebuilt: {error}"
+        source = inv.kernel.source(config)
         if decision.source != source:
             return None, f"the source of the implementation is {source}, but {decision.source} was locked"
         if self.lock.toolchain != toolchain_fingerprint():
@@ -288,10 +289,7 @@ class ActiveLock:
             if self.miss == "error":
                 return None, why
             _log_once(f"the lock {self.name} decides all the same, but {why}")
-        try:
-            return rebuild_config(decision.config, type(inv.kernel.heuristic_cfg(inv))), ""
-        except REBUILD_ERRORS as error:
-            return None, f"its config cannot be rebuilt: {error}"
+        return config, ""
 
     def _other_device(self, inv: Invocation[Any, Any]) -> str:
         return (

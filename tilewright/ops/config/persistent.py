@@ -14,7 +14,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ REBUILD_ERRORS = (ValueError, RuntimeError, AssertionError)
 _local_types: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 Document = dict[str, Any]
+Source = Callable[[Any], str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Entry:
       config: ``None`` if its type is not loaded in this process; ``readable`` still shows it.
       measurements: those given to `PersistentCache.put`, or plain JSON data if a type is not loaded.
       toolchain: versions of the packages that compiled the kernels.
-      source: hash of the implementation's source.
+      source: hash of the source that the config depends on.
       stale: measured with another toolchain or source than the present one, so not a hit.
     """
 
@@ -120,7 +121,7 @@ class PersistentCache:
           cfg: a value with a tagged JSON form that holds no arrays.
           measurements: every measurement of the tuning that found it.
           metadata: further remarks.
-          source: hash of the implementation's source, compared by `get`.
+          source: hash of the source that the config depends on, compared by `get`.
 
         Returns:
           True if it was written; if not, the reason is logged.
@@ -146,33 +147,35 @@ class PersistentCache:
         _local_types.update(found)
         return self._write(document)
 
-    def get(self, key: Hashable, *, expected_type: type | None = None, source: str | None = None) -> Any | None:
+    def get(self, key: Hashable, *, expected_type: type | None = None, source: Source | None = None) -> Any | None:
         """The config under ``key``, or ``None`` if there is no usable one.
 
         Args:
           key: the key that was given to `put`.
           expected_type: a config of another type is a miss; without it any loaded type is accepted.
-          source: hash of the implementation's current source; an entry with another hash is stale, hence a miss.
+          source: the hash of the current source that a config depends on; an entry with another is stale, hence a miss.
         """
-        document = self._load(key)
-        if document is None or _stale(document, source):
-            return None
-        return self._config(document, expected_type)
+        entry = self._stored(key, expected_type, source)
+        return None if entry is None or entry[1] else entry[0]
 
     def has_file(self, key: Hashable) -> bool:
         """True if there is a file for ``key``; it may turn out to be damaged or stale when it is read."""
         return any((self.path / _file_name(data)).is_file() for data in _forms(key))
 
     def stale_config(
-        self, key: Hashable, *, expected_type: type | None = None, source: str | None = None
+        self, key: Hashable, *, expected_type: type | None = None, source: Source | None = None
     ) -> Any | None:
         """The config of an entry that is stale only by toolchain or source, as a first candidate of the next tuning."""
-        document = self._load(key)
-        if document is None or not _stale(document, source):
-            return None
-        return self._config(document, expected_type)
+        entry = self._stored(key, expected_type, source)
+        return entry[0] if entry is not None and entry[1] else None
 
-    def entry(self, key: Hashable, *, expected_type: type | None = None, source: str | None = None) -> Entry | None:
+    def _stored(self, key: Hashable, expected_type: type | None, source: Source | None) -> tuple[Any, bool] | None:
+        """The config under a key, if it can be rebuilt, and whether it is stale."""
+        document = self._load(key)
+        config = None if document is None else self._config(document, expected_type)
+        return None if document is None or config is None else (config, _stale(document, config, source))
+
+    def entry(self, key: Hashable, *, expected_type: type | None = None, source: Source | None = None) -> Entry | None:
         """The whole entry under ``key``, stale or not; the arguments mean the same as in `get`."""
         document = self._load(key)
         if document is None:
@@ -399,11 +402,13 @@ def _created(document: Document) -> datetime.datetime:
     return datetime.datetime.fromisoformat(document["created"])
 
 
-def _stale(document: Document, source: str | None) -> bool:
-    return document["toolchain"] != toolchain_fingerprint() or (source is not None and document["source"] != source)
+def _stale(document: Document, config: object, source: Source | None) -> bool:
+    if document["toolchain"] != toolchain_fingerprint():
+        return True
+    return config is not None and source is not None and document["source"] != source(config)
 
 
-def _entry(document: Document, config: object, source: str | None) -> Entry:
+def _entry(document: Document, config: object, source: Source | None) -> Entry:
     return Entry(
         key=untagged_if_loaded(document["key"]),
         config=config,
@@ -413,7 +418,7 @@ def _entry(document: Document, config: object, source: str | None) -> Entry:
         toolchain=document["toolchain"],
         source=document["source"],
         created=_created(document),
-        stale=_stale(document, source),
+        stale=_stale(document, config, source),
     )
 
 

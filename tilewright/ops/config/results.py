@@ -15,7 +15,7 @@ from tilewright.ops.config.lockfile import Decision, Lock
 from tilewright.ops.config.memory import ConfigCache
 from tilewright.ops.config.tuner import Timer
 from tilewright.ops.kernel.candidates import Candidate, Timing, kind_of
-from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.kernel.kernel import Invocation, Kernel
 from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.stable_ids import with_current_names
 
@@ -35,7 +35,7 @@ class TunedCall:
       chosen: index of the winner.
       step: "measured", or the cache that already held the result: "memory", "disk" or "overlay".
       complete: ``False`` if the tuning was cut short by its budget or an interrupt.
-      source: hash of the measured code; empty if unknown.
+      source: hash of the code that the winner depended on when it was measured; empty if unknown.
     """
 
     op: str
@@ -80,6 +80,10 @@ class TunedCall:
     @property
     def winner(self) -> Candidate:
         return self.candidates[self.chosen]
+
+    def is_stale(self, kernel: Kernel[Any, Any]) -> bool:
+        """True if the code that the winner depends on has changed since, or may have."""
+        return not self.source or self.source != kernel.source(self.winner.config)
 
     @property
     def heuristic(self) -> Candidate | None:

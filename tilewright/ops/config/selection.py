@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
+import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -256,14 +257,14 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
 
     def _lock(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
         lock = overrides.lock
-        return None if lock is None else lock.answer(inv, inv.kernel.source())[0]
+        return None if lock is None else lock.answer(inv)[0]
 
     def lock_refusal(self, inv: Invocation[Any, Any], overrides: Overrides | None = None) -> str:
         """The error message if the lock in force forbids a call that it does not decide; empty if it does not."""
         lock = (current_overrides() if overrides is None else overrides).lock
         if lock is None or lock.miss == "allow":
             return ""
-        config, why = lock.answer(inv, inv.kernel.source())
+        config, why = lock.answer(inv)
         if config is not None:
             why = "; ".join(inv.kernel.config_reasons(inv, config))
         return lock.refusal(inv, why) if why else ""
@@ -278,11 +279,11 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         return None if self.cache.origin(inv.key) in _GUESSES else self.cache.get(inv.key)
 
     def _disk(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
-        # Computing the source hash loads all backends, so look for a file first.
+        # Reading a config may load all backends, so look for a file first.
         if self.persistent is None or (key := self._disk_key(inv)) is None:
             return None
-        expected = type(inv.kernel.heuristic_cfg(inv))
-        found = self.persistent.get(key, expected_type=expected, source=inv.kernel.source())
+        expected = inv.kernel.config_type(inv)
+        found = self.persistent.get(key, expected_type=expected, source=inv.kernel.source)
         return None if found is None else inv.kernel.adapted_config(inv, found)
 
     def _disk_key(self, inv: Invocation[Any, Any]) -> str | None:
@@ -374,8 +375,14 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
                 inv.key,
                 cfg,
                 measurements=[candidate.fields() for candidate in candidates],
-                metadata={"time_ms": time_ms, "complete": complete, "op": inv.kernel.name, "direction": inv.direction},
-                source=inv.kernel.source(),
+                metadata={
+                    "time_ms": time_ms,
+                    "complete": complete,
+                    "op": inv.kernel.name,
+                    "direction": inv.direction,
+                    "sources": measured_sources(inv, [candidate.config for candidate in candidates]),
+                },
+                source=inv.kernel.source(cfg),
             )
         except TypeError as error:  # a config without a JSON form is kept in memory only
             logger.warning("the config of %s cannot be stored on disk: %s", inv.kernel.name, error)
@@ -403,9 +410,9 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         """
         stale = None
         if self.persistent is not None:
-            expected = type(inv.kernel.heuristic_cfg(inv))
+            expected = inv.kernel.config_type(inv)
             stale = self.persistent.stale_config(
-                self._disk_key(inv) or inv.key, expected_type=expected, source=inv.kernel.source()
+                self._disk_key(inv) or inv.key, expected_type=expected, source=inv.kernel.source
             )
         nearest = self._nearest(inv) if stale is None else None
         return stale if nearest is None else nearest.config
@@ -417,6 +424,12 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
             return entry.metadata.get("time_ms")
         shipped = self.shipped(inv)
         return None if shipped is None else next((c.time_ms for c in shipped.candidates if c.config == cfg), None)
+
+
+def measured_sources(inv: Invocation[Any, Any], configs: Iterable[Any]) -> str:
+    """A hash of the code that the measurements of several configs depend on."""
+    sources = sorted({inv.kernel.source(config) for config in configs})
+    return hashlib.sha256(" ".join(sources).encode()).hexdigest()
 
 
 def _can_run(inv: Invocation[Any, Any], cfg: object, *, built: bool = True) -> bool:

@@ -161,6 +161,10 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """Translates a config given by the caller for an invocation; ``None`` leaves its direction to selection."""
         return cast("Cfg", cfg)
 
+    def config_type(self, inv: "Invocation[Cfg, Out]") -> type[Cfg]:
+        """The type of a call's configs, to read them from a file; imports the classes of which they consist."""
+        return type(self.heuristic_cfg(inv))
+
     def types_cfg(self) -> Cfg | None:
         """A config that stands for any in a trace, if the kernel declares its results; ``None``: the heuristic does.
 
@@ -224,8 +228,8 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
 
     # Dependencies of its configs and its code.
 
-    def source(self) -> str:
-        """A hash of the code that its configs depend on; by default of the source of its class."""
+    def source(self, cfg: Cfg) -> str:
+        """A hash of the code that the time of a config depends on; by default of the source of its class."""
         return source_fingerprint(type(self))
 
     def lowering_packages(self, cfg: Cfg) -> tuple[str, ...]:

@@ -14,11 +14,11 @@ from tilewright.ops.lowering.surroundings import (
     NotDescribableError,
     described,
     is_dumping,
-    sources_fingerprint,
     trace_settings,
 )
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 from tilewright.ops.utils.serialize import canonical_json, qualified_name, tagged, untagged
+from tilewright.ops.utils.sources import packages_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def describe(program: Program) -> dict[str, Any] | None:
     names = stage.kernel.lowering_packages(program.cfg.value)
     if not names or not is_kept_on_disk() or not is_shared(program):
         return None
-    source = sources_fingerprint(names)
+    source = packages_fingerprint(frozenset(names))
     if not source:
         return None
     try:

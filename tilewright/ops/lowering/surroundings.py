@@ -1,15 +1,11 @@
-"""Everything besides the call that its trace and lowering depend on: settings, mesh, enclosing program, sources."""
+"""Everything besides the call that its trace and lowering depend on: settings, mesh, enclosing program."""
 
 import contextlib
 import dataclasses
 import enum
 import functools
-import hashlib
 import os
-import sys
-import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,9 +18,6 @@ from jax._src.xla_metadata_lib import XlaMetadata
 from jax.interpreters import mlir
 
 from tilewright.ops.config.context import overrides_key, without_overrides
-
-# A source that changed after this time may differ from the one imported.
-_STARTED = time.time()
 
 # Environment variables that kernels read while they are traced.
 _VARIABLES = ("TILEWRIGHT_DEBUG",)
@@ -196,36 +189,3 @@ def lowering_context(ctx: mlir.LoweringRuleContext) -> LoweringContext | None:
         ctx.is_forward_compat(),
         module.all_default_mem_kind,
     )
-
-
-# Sources.
-
-
-def sources_fingerprint(packages: Iterable[str]) -> str:
-    """A hash of all Python sources of some packages or modules, given by top-level name.
-
-    Empty if it might not describe the imported code: one of them has no sources, or a file has changed since.
-    """
-    digests = [_package_fingerprint(name) for name in sorted(set(packages))]
-    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests and all(digests) else ""
-
-
-@functools.cache
-def _package_fingerprint(name: str) -> str:
-    module = sys.modules.get(name)
-    file = getattr(module, "__file__", None)
-    if file is None or name == "__main__":
-        return ""
-    is_package = Path(file).name == "__init__.py"
-    files = sorted(Path(file).parent.rglob("*.py")) if is_package else [Path(file)]
-    digest = hashlib.sha256()
-    try:
-        for path in files:
-            if path.stat().st_mtime > _STARTED:
-                return ""
-            relative_path = path.relative_to(Path(file).parent).as_posix().encode()
-            content = path.read_bytes()
-            digest.update(b"%d %s %d " % (len(relative_path), relative_path, len(content)) + content)
-    except OSError:
-        return ""
-    return digest.hexdigest() if file.endswith(".py") else ""

@@ -145,7 +145,6 @@ class CallTuning:
         first: int,
         bench: Callable[[], Bench],
         chooser: ConfigSelectorChain,
-        source: str,
         iters: int,
         search: Search,
         cancelled: threading.Event,
@@ -154,17 +153,17 @@ class CallTuning:
         self.inv, self.configs = inv, configs
         self.clock = Clock()
         self.spent_s = 0.0
-        self._chooser, self._source, self._cancelled = chooser, source, cancelled
+        self._chooser, self._cancelled = chooser, cancelled
         predictions = [prediction(inv, config) for config in configs]
         self._gate = BuildGate(inv, configs, predictions)
         self._bench = SuspendedBench(bench)
-        self._journal = Journal(chooser, inv, source)
+        self._journal = Journal(chooser, inv, configs)
         self._search = CandidateSearch(
             self._bench,
             configs,
             self._limits(iters, search),
             predictions=predictions,
-            known=self._journal.known(configs),
+            known=self._journal.known(),
             emit=emit,
             record=lambda _: self._journal.record(self._search.found),
             first=first,
@@ -232,7 +231,8 @@ class CallTuning:
                 return None
             raise ExceptionGroup(f"every candidate of {self.inv.kernel.name} ({self.inv.direction}) failed", failed)
         complete = not any(c.left_out for c in found) and not self._search.cut_short and not self._cancelled.is_set()
-        entry = TunedCall.of(self.inv, found, chosen, complete=complete, source=self._source)
+        source = self.inv.kernel.source(found[chosen].config)
+        entry = TunedCall.of(self.inv, found, chosen, complete=complete, source=source)
         self._chooser.store(self.inv, entry.winner.config, entry.candidates, entry.winner.time_ms, entry.complete)
         if complete:
             self._journal.finish()

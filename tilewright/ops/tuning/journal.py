@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tilewright.ops.config.persistent import Entry, PersistentCache
-from tilewright.ops.config.selection import ConfigSelectorChain
+from tilewright.ops.config.selection import ConfigSelectorChain, measured_sources
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.kernel.kernel import Invocation
 
@@ -20,15 +20,17 @@ def unfinished(cache: PersistentCache) -> PersistentCache:
 class Journal:
     """The record of one call's tuning, updated while it runs and removed when its result is stored.
 
-    Without a disk cache nothing is recorded. Records of another toolchain or source are ignored.
+    Without a disk cache nothing is recorded. Records of another toolchain or source of any candidate are ignored.
     """
 
-    def __init__(self, chooser: ConfigSelectorChain, inv: Invocation[Any, Any], source: str):
-        self._inv, self._source = inv, source
+    def __init__(self, chooser: ConfigSelectorChain, inv: Invocation[Any, Any], configs: Sequence[Any]):
+        self._inv, self._configs = inv, configs
+        # Read before anything is measured: sources may change while it is.
+        self._sources = measured_sources(inv, configs)
         self._results = chooser.persistent
         self._unfinished = None if self._results is None else unfinished(self._results)
 
-    def known(self, configs: Sequence[Any]) -> dict[int, Candidate]:
+    def known(self) -> dict[int, Candidate]:
         """The known candidates by index: measurements of a killed tuning, and all failures."""
         if self._results is None or self._unfinished is None:
             return {}
@@ -39,7 +41,7 @@ class Journal:
         ]
         found = {}
         for candidate in recorded:
-            for index, config in enumerate(configs):
+            for index, config in enumerate(self._configs):
                 if type(config) is type(candidate.config) and config == candidate.config:
                     found[index] = candidate
         return found
@@ -54,8 +56,11 @@ class Journal:
                 self._inv.key,
                 candidates[0].config,
                 measurements=[candidate.fields() for candidate in candidates],
-                metadata={"op": self._inv.kernel.name, "direction": self._inv.direction},
-                source=self._source,
+                metadata={
+                    "op": self._inv.kernel.name,
+                    "direction": self._inv.direction,
+                    "sources": self._sources,
+                },
             )
         except TypeError:  # the config has no JSON form; storing the result will report it
             self._unfinished = None
@@ -68,8 +73,8 @@ class Journal:
                 self._unfinished.path.rmdir()
 
     def _candidates(self, cache: PersistentCache) -> list[Candidate]:
-        entry: Entry | None = cache.entry(self._inv.key, source=self._source)
-        if entry is None or entry.stale:
+        entry: Entry | None = cache.entry(self._inv.key)
+        if entry is None or entry.stale or entry.metadata.get("sources") != self._sources:
             return []
         try:
             return [Candidate(**fields) for fields in entry.measurements]

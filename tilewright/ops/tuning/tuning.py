@@ -195,7 +195,7 @@ class Autotuner:
         if chosen is None:
             return None
         # The source is the present one: stale measurements were not returned.
-        return TunedCall.of(inv, candidates, chosen, step=step, source=inv.kernel.source())
+        return TunedCall.of(inv, candidates, chosen, step=step, source=inv.kernel.source(config))
 
     def _call(
         self,
@@ -214,7 +214,6 @@ class Autotuner:
             first=first,
             bench=lambda: self._bench(inv, candidates, inputs, idle, deadline),
             chooser=self.chooser,
-            source=inv.kernel.source(),
             iters=self.tuner.iters,
             search=self.tuner.search,
             cancelled=cancelled,
