@@ -1,5 +1,6 @@
 """The tuned tables that ship with the package."""
 
+import json
 import logging
 
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import pytest
 
 from tests.ops.kernel.samples import Config, Product
 from tilewright.ops import AutotuningResult, Candidate, ConfigSelectorChain, Executor, Invocation, TunedCall
-from tilewright.ops.config.tables import add_to_table, load_tables
+from tilewright.ops.config.tables import add_to_table, load_tables, table_file
 
 KERNEL = Product("tests.tables")
 INV = Invocation(KERNEL, (jnp.ones((2, 3)), jnp.ones((3, 2))))
@@ -83,3 +84,76 @@ def test_a_tuning_stands_in_place_of_what_a_table_said_of_the_call(tmp_path):
     assert configs("cpu:test", tmp_path) == {INV.key: (Config(3),), "another": (Config(2),)}
     with pytest.raises(ValueError, match=r"a\.json is of 'cpu:test', not of 'gpu:other'"):
         add_to_table(tmp_path / "a.json", AutotuningResult.from_json(text(Config(4), device="gpu:other")), "")
+
+
+class TestAPartThatCannotBeRead:
+    """A field or class that this version does not have costs the candidate or the entry, not the table."""
+
+    def document(self, *blocks, chosen=0):
+        candidates = tuple(Candidate(Config(block), (float(block),)) for block in blocks)
+        calls = [
+            TunedCall(KERNEL.name, "forward", key, "shapes", candidates, chosen, source="known")
+            for key in (INV.key, "b")
+        ]
+        return json.loads(AutotuningResult(tuple(calls), device="cpu:test").to_json())
+
+    def read(self, folder, document):
+        folder.mkdir(exist_ok=True)
+        (folder / "a.json").write_text(json.dumps(document))
+        return load_tables("cpu:test", folder)
+
+    @pytest.mark.parametrize("what", ["field", "class", "value", "candidate"])
+    def test_a_candidate(self, tmp_path, caplog, what):
+        document = self.document(4, 1, 2, chosen=2)
+        said = document["entries"][0]["candidates"][1]
+        match what:
+            case "field":
+                said["config"]["fields"]["gone"] = 1
+            case "class":
+                said["config"]["$dataclass"] = "tests/gone.Config"
+            case "value":
+                said["samples_ms"] = ["fast"]
+            case "candidate":
+                said["gone"] = 1
+        found = self.read(tmp_path, document)
+        assert found[INV.key].ranked == (Config(2), Config(4))
+        assert found[INV.key].source == "known"
+        assert found["b"].ranked == (Config(2), Config(1), Config(4))
+        assert "a.json is read without a part: " in caplog.text
+
+    def test_the_winner_is_followed_by_the_fastest_of_the_others_of_unknown_source(self, tmp_path):
+        document = self.document(4, 1, 2)
+        document["entries"][0]["candidates"][0]["config"]["fields"]["gone"] = 1
+        found = self.read(tmp_path, document)
+        assert (found[INV.key].winner.config, found[INV.key].source) == (Config(1), "")
+        assert found["b"].winner.config == Config(4)
+
+    def test_an_entry(self, tmp_path, caplog):
+        document = self.document(1)
+        document["entries"][0]["gone"] = 1
+        assert self.read(tmp_path, document).keys() == {"b"}
+        document["entries"][1]["candidates"][0]["config"]["fields"]["gone"] = 1
+        assert self.read(tmp_path / "another", document) == {}
+        assert "none of its other candidates can win" in caplog.text
+
+    def test_is_not_written_again(self, tmp_path):
+        document = self.document(1, 2)
+        document["entries"][0]["candidates"][0]["config"]["fields"]["gone"] = 1
+        (tmp_path / "a.json").write_text(json.dumps(document))
+        add_to_table(tmp_path / "a.json", AutotuningResult.from_json(text(Config(3), key="c")), "tune")
+        assert "gone" not in (tmp_path / "a.json").read_text()
+        assert configs("cpu:test", tmp_path) == {INV.key: (Config(2),), "b": (Config(1),), "c": (Config(3),)}
+
+    def test_a_result_has_to_be_whole(self):
+        document = self.document(1, 2)
+        document["entries"][0]["candidates"][0]["config"]["fields"]["gone"] = 1
+        with pytest.raises(ValueError, match="gone"):
+            AutotuningResult.from_json(json.dumps(document))
+
+
+def test_a_table_is_known_by_its_device(tmp_path):
+    (tmp_path / "a.json").write_text(text(Config(1)))
+    (tmp_path / "b.json").write_text(text(Config(1), device="gpu:Other 2:9.0"))
+    assert table_file("cpu:test", tmp_path) == tmp_path / "a.json"
+    assert table_file("gpu:Other 2:9.0", tmp_path) == tmp_path / "b.json"
+    assert table_file("gpu:NVIDIA B200 (x):10.0", tmp_path) == tmp_path / "nvidia-b200-x.json"

@@ -1,10 +1,11 @@
 """The result of a tuning: every candidate with its times, its check and its exception."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import TracebackType
@@ -13,6 +14,7 @@ from typing import Any
 from tilewright.ops.config.context import overlay_cache
 from tilewright.ops.config.lockfile import Decision, Lock
 from tilewright.ops.config.memory import ConfigCache
+from tilewright.ops.config.persistent import REBUILD_ERRORS
 from tilewright.ops.config.tuner import Timer
 from tilewright.ops.kernel.candidates import Candidate, Timing, kind_of
 from tilewright.ops.kernel.kernel import Invocation, Kernel
@@ -20,6 +22,8 @@ from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.stable_ids import with_current_names
 
 SCHEMA = 1
+
+type Lost = Callable[[Exception], None]
 
 # The results entered as context managers in this thread or async task.
 _ENTERED: ContextVar[tuple[AbstractContextManager[Any], ...]] = ContextVar("tilewright_results", default=())
@@ -161,10 +165,41 @@ class TunedCall:
         return fields | {"candidates": [c.as_json() for c in self.candidates]}
 
     @classmethod
-    def of_json(cls, payload: dict[str, Any]) -> "TunedCall":
-        candidates = tuple(Candidate.of_json(c) for c in payload["candidates"])
-        call = cls(**(payload | {"candidates": candidates}))
+    def of_json(cls, payload: dict[str, Any], lost: Lost | None = None) -> "TunedCall":
+        """Reads what ``as_json`` returned.
+
+        Args:
+          lost: called with the error of each candidate that cannot be read, in place of raising it. Without the winner
+            the fastest of the others wins.
+
+        Raises:
+          KeyError, TypeError, AttributeError, or one of ``REBUILD_ERRORS``: it cannot be read.
+        """
+        kept = dict(_readable(payload["candidates"], Candidate.of_json, lost))
+        fields, chosen = payload | {"candidates": tuple(kept.values())}, payload["chosen"]
+        if chosen in kept:
+            call = cls(**(fields | {"chosen": list(kept).index(chosen)}))
+        elif len(kept) == len(payload["candidates"]):
+            call = cls(**fields)
+        else:
+            others = cls(**(fields | {"chosen": 0, "source": ""})) if kept else None
+            if others is None or others.fastest is None:
+                raise ValueError("none of its other candidates can win")
+            call = dataclasses.replace(others, chosen=others.candidates.index(others.fastest))
         return dataclasses.replace(call, key=with_current_names(call.key))
+
+
+def _readable[T](
+    items: Iterable[dict[str, Any]], read: Callable[[dict[str, Any]], T], lost: Lost | None
+) -> Iterator[tuple[int, T]]:
+    """Yields what can be read, by index; errors of the rest are raised, or given to ``lost``."""
+    for index, item in enumerate(items):
+        try:
+            yield index, read(item)
+        except (KeyError, TypeError, AttributeError, *REBUILD_ERRORS) as error:
+            if lost is None:
+                raise
+            lost(error)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -335,8 +370,11 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         return lock
 
     @classmethod
-    def from_json(cls, text: str) -> "AutotuningResult":
+    def from_json(cls, text: str, *, lost: Lost | None = None) -> "AutotuningResult":
         """Reads what ``to_json`` wrote.
+
+        Args:
+          lost: called with the error of each entry or candidate that cannot be read, in place of raising it.
 
         Raises:
           ValueError: the text is no such result, has another schema, or names a type that cannot be found.
@@ -345,7 +383,8 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
             document = json.loads(text)
             if document["schema"] != SCHEMA:
                 raise ValueError(f"{document['schema']=} is not {SCHEMA}")
-            entries = tuple(TunedCall.of_json(entry) for entry in document["entries"])
+            read = functools.partial(TunedCall.of_json, lost=lost)
+            entries = tuple(entry for _, entry in _readable(document["entries"], read, lost))
             return cls(
                 entries, device=document["device"], toolchain=document["toolchain"], interrupted=document["interrupted"]
             )

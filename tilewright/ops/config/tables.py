@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,14 @@ type Table = dict[str, TunedCall]
 """
 
 
+def shipped_folder() -> Any:
+    """The folder of the tables in the package."""
+    return files("tilewright").joinpath("tables")
+
+
 def load_tables(device: str, folder: Path | None = None) -> Table:
-    """Merges all tables for a device, the last by file name winning; an unreadable one is logged and left out."""
-    root: Any = files("tilewright").joinpath("tables") if folder is None else folder
+    """Merges all tables for a device, the last by file name winning; what cannot be read is logged and left out."""
+    root: Any = shipped_folder() if folder is None else folder
     merged: Table = {}
     if root.is_dir():
         for file in sorted(root.iterdir(), key=lambda file: file.name):
@@ -36,11 +42,26 @@ def _read(file: Any, device: str) -> Table:
         # Rebuilding configs loads the modules of their backends, which other devices' tables need not load.
         if isinstance(document, dict) and document.get("device", device) != device:
             return {}
-        result = AutotuningResult.from_json(text)
+        result = _result(file, text)
     except (OSError, ValueError) as error:
         logger.warning("the tuned table %s cannot be read: %s", file.name, error)
         return {}
     return {entry.key: entry for entry in result}
+
+
+def _result(file: Any, text: str) -> AutotuningResult:
+    """The content of a table, without the entries and candidates that name what this version does not have."""
+    return AutotuningResult.from_json(
+        text, lost=lambda error: logger.warning("the tuned table %s is read without a part: %s", file.name, error)
+    )
+
+
+def table_file(device: str, folder: Path) -> Path:
+    """The file in a folder that is, or would be, the table of a device."""
+    for file in sorted(folder.glob("*.json")):
+        if json.loads(file.read_text()).get("device") == device:
+            return file
+    return folder / f"{re.sub(r'[^a-z0-9]+', '-', device.split(':')[1].lower()).strip('-')}.json"
 
 
 def add_to_table(file: Path, result: AutotuningResult, command: str) -> None:
@@ -56,7 +77,7 @@ def add_to_table(file: Path, result: AutotuningResult, command: str) -> None:
     merged = result
     if file.exists():
         text = file.read_text()
-        before = AutotuningResult.from_json(text)
+        before = _result(file, text)
         if before.device != result.device:
             raise ValueError(f"{file} is of {before.device!r}, not of {result.device!r}")
         commands = list(json.loads(text).get("commands", ()))
