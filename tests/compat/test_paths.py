@@ -26,7 +26,7 @@ def test_a_path_is_another_name_of_a_module(path: str) -> None:
     assert importlib.util.find_spec(path) is module.__spec__
 
 
-@pytest.mark.parametrize("path", [*MODULES, *PACKAGES])
+@pytest.mark.parametrize("path", [*MODULES, *sorted(PACKAGES)])
 def test_no_file_has_its_place(path: str) -> None:
     file = FOLDER.joinpath(*path.split("."))
     assert not file.exists()
