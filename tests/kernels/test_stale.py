@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from tilewright.kernels import kernel
+from tilewright.kernels import OPS, kernel
 from tilewright.kernels.op import choosing
 from tilewright.kernels.op.choice import Choice, Platform
 from tilewright.kernels.op.choosing import _source
@@ -168,3 +168,12 @@ def test_a_kernel_of_a_user_counts_by_the_source_of_its_class() -> None:
 
     found = {kind(f"tests.{kind.__name__}", version="1").source(cfg) for kind in (Once, Twice) for cfg in (1, 2)}
     assert len(found) == 2
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_backend_has_a_source(name: str) -> None:
+    op = kernel(name)
+    found = [op.source(Choice(each.platform, each.algorithm)) for each in op.backends.usable]
+    assert found
+    assert all(found)
+    assert len(set(found)) == len(found)
