@@ -145,3 +145,14 @@ def test_beside_a_transfer_no_cta_has_more_than_one_item():
             found.append(first(of, "forward"))
         alone, beside = found
         assert dataclasses.replace(alone, persistent=False) == beside
+
+
+@pytest.mark.parametrize("dims", [(128, 80), (128, 96), (112, 96), (96, 128)])
+@pytest.mark.parametrize("length", [512, 16384])
+def test_every_candidate_fits_heads_of_two_dims(length: int, dims: tuple[int, int]):
+    """A value dim from 65 to 96 beside a head dim of 128 had a first backward candidate that took too much memory."""
+    query, value = (jax.ShapeDtypeStruct((1, length, 8, dim), jnp.bfloat16) for dim in dims)
+    of = AttentionInputs(query, query, value, 0.1)
+    found = BACKEND.candidates(of, H100, "backward")
+    assert found
+    assert not [params for params in found if BACKEND.config_reasons(of, H100, "backward", params)]

@@ -188,10 +188,10 @@ class PallasGpuFlashAttention(Implementation[AttentionInputs, Results, HopperFor
         widest = max(padded_dim(inputs.head_dim), padded_dim(inputs.value_dim))
         if direction == "forward":
             return [*forward_candidates(inputs, widest, num_sms(device))]
-        if widest <= NARROW_DIM:
-            return [*narrow_backward_candidates(inputs, widest)]
-        wide = wide_backward_candidates(inputs)
-        return [params for params in wide if not self.config_reasons(inputs, device, direction, params)]
+        narrow = widest <= NARROW_DIM
+        found = narrow_backward_candidates(inputs, widest) if narrow else wide_backward_candidates(inputs)
+        # With two head dims a tile of one size may not fit beside one of the other.
+        return [params for params in found if not self.config_reasons(inputs, device, direction, params)]
 
     def config_reasons(
         self,
