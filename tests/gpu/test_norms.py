@@ -10,7 +10,7 @@ import pytest
 
 from tests.kernels.norms.conformance import NormConformance, check, cotangents_of, oracle, run
 from tilewright.kernels.norms.cases import LayerNormCase, NormCase, RmsNormCase
-from tilewright.kernels.norms.inputs import NormProblem
+from tilewright.kernels.norms.inputs import NormInputs
 from tilewright.kernels.norms.triton.backend import TritonNorm
 from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.utils.device import current_device
@@ -32,9 +32,9 @@ CASES: tuple[NormCase, ...] = tuple(
 
 
 class TestTriton(NormConformance):
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = BACKEND
+    backend: ClassVar[Implementation[Any, Any, Any, Any]] = BACKEND
 
-    def params(self, problem: NormProblem) -> tuple[Any, Any]:
+    def params(self, problem: NormInputs) -> tuple[Any, Any]:
         return BACKEND.heuristic(problem, current_device(), "forward"), BACKEND.heuristic(
             problem, current_device(), "backward"
         )
@@ -46,7 +46,7 @@ class TestTriton(NormConformance):
 def test_at_real_sizes(case: NormCase):
     """Repeatable bit for bit, as right as the formula; memory is not left as it was found."""
     inputs, device = case.inputs(), current_device()
-    problem, cotangents = NormProblem.of(inputs), cotangents_of(inputs)
+    problem, cotangents = inputs.structs, cotangents_of(inputs)
     exact = oracle(inputs, cotangents)
     every = [
         [BACKEND.heuristic(problem, device, way), *list(BACKEND.candidates(problem, device, way))[:3]]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.test_portfolio import Double, Plain
+from tests.kernels.test_portfolio import Double, Doubling, Plain
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.op import FlashAttention
@@ -25,7 +25,7 @@ from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 class Narrow(Plain):
     """Refuses blocks above 32 in the check, and fails with them."""
 
-    def config_reasons(self, problem: Any, device: Any, direction: Any, params: Any) -> list[str]:
+    def config_reasons(self, inputs: Any, device: Any, direction: Any, params: Any) -> list[str]:
         return [f"{params.q_blocksize=} is above 32"] if params.q_blocksize > 32 else []
 
     def forward(self, inputs: Any, params: FwdParams) -> Any:
@@ -36,7 +36,7 @@ class Narrow(Plain):
 
 KERNEL = Double(f"{__name__}:Narrow", "Picky")
 X = jnp.ones(5)
-INV = Invocation(KERNEL, (X, None), {"platform": None})
+INV = Invocation(KERNEL, (Doubling(X),))
 GOOD = Choice("xla", None, FwdParams(q_blocksize=16))
 UNFIT = {
     "does not fit": Choice("xla", None, FwdParams(q_blocksize=64)),
@@ -92,7 +92,7 @@ def test_the_reason_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 
 def test_the_platforms_that_the_caller_allows_count(tmp_path: Path) -> None:
-    inv = Invocation(Double("Plain", "Picky"), (jnp.ones(4), None), {"platform": (Platform.TRITON,)})
+    inv = Invocation(Double("Plain", "Picky"), (Doubling(jnp.ones(4), platform=(Platform.TRITON,)),))
     chain = ConfigSelectorChain()
     chain.cache.put(inv.key, GOOD)
     assert chain.choose(inv).config.platform is Platform.TRITON

@@ -12,35 +12,30 @@ from jax.sharding import PartitionSpec as P
 
 from tilewright.kernels.op.backend import Implementation, lazy
 from tilewright.kernels.op.choice import Platform
+from tilewright.kernels.op.inputs import OpInputs
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.roofline import Cost
 from tilewright.kernels.op.sharding import leading_partitioning, typed_axes
 from tilewright.ops import BwdParams, FwdParams, Invocation
 
 
-@dataclasses.dataclass(frozen=True)
-class Inputs:
+class Inputs(OpInputs):
     x: Any
     offset: Any
     weight: Any
 
 
-jax.tree_util.register_dataclass(Inputs, ["x", "offset", "weight"], [])
-
 type Results = tuple[jax.Array, jax.Array]
 
 
-class Xla(Implementation[Inputs, Inputs, Results, FwdParams, BwdParams]):
+class Xla(Implementation[Inputs, Results, FwdParams, BwdParams]):
     platform = Platform.XLA
 
-    def not_supported_reasons(self, problem, device, direction):
+    def reasons(self, inputs, device, direction):
         return []
 
-    def heuristic(self, problem, device, direction):
-        return FwdParams() if direction == "forward" else BwdParams()
-
-    def candidates(self, problem, device, direction):
-        return ()
+    def candidates(self, inputs, device, direction):
+        return [FwdParams() if direction == "forward" else BwdParams()]
 
     def forward(self, inputs, params):
         mean = inputs.x.mean(-1)
@@ -55,23 +50,24 @@ class Xla(Implementation[Inputs, Inputs, Results, FwdParams, BwdParams]):
         return {"x": d_x - d_x.mean(-1, keepdims=True), "offset": d_out, "weight": d_weight}
 
 
-class Centred(PortfolioKernel[Inputs, Inputs, Results]):
+class Centred(PortfolioKernel[Inputs, Results]):
     core_dims: ClassVar[dict[str, int]] = {"x": 1, "offset": 1}
 
     def __init__(self) -> None:
         super().__init__("tests.centred", version="1", implementations=(lazy(f"{__name__}:Xla"),))
 
-    def prepare(self, x, offset, weight):
-        return (x, offset, weight), {}
-
-    def inputs(self, x, offset, weight, **_):
+    def prepare(self, x, offset, weight) -> Inputs:
         return Inputs(x, offset, weight)
 
-    def outputs(self, inputs, results, **_):
+    def results(self, inputs):
+        x = inputs.structs.x
+        return x, jax.ShapeDtypeStruct(x.shape[:-1], x.dtype)
+
+    def outputs(self, inputs, results):
         return results[0]
 
-    def reference(self, x, offset, weight, **_):
-        return (x - x.mean(-1, keepdims=True)) * weight + offset
+    def reference(self, inputs):
+        return (inputs.x - inputs.x.mean(-1, keepdims=True)) * inputs.weight + inputs.offset
 
 
 def arrays(rows: tuple[int, ...] = (4, 4), columns: int = 8) -> Inputs:
@@ -131,7 +127,7 @@ def test_without_an_explicit_mesh_or_core_dims_nothing_is_partitioned():
 
 def test_costs_are_the_bytes_of_operands_and_outputs():
     given = arrays()
-    inv = Invocation(Centred(), (given.x, given.offset, given.weight))
+    inv = Invocation(Centred(), (given,))
     operands, out = 4 * (2 * 4 * 4 * 8 + 8), 4 * 4 * 4 * 8
     assert inv.kernel.cost(inv) == Cost(0.0, operands + out)
     assert inv.kernel.cost(inv.backward()) == Cost(0.0, 2 * operands + out)
@@ -139,11 +135,11 @@ def test_costs_are_the_bytes_of_operands_and_outputs():
     assert inv.kernel.min_cost(inv.backward()) == Cost(0.0, 0.0)
 
 
-def test_the_problem_is_made_once_for_an_invocation(monkeypatch):
-    given, made = arrays(), []
-    inv = Invocation(Centred(), (given.x, given.offset, given.weight))
-    problem = Centred.problem
-    monkeypatch.setattr(Centred, "problem", lambda self, *args: made.append(1) or problem(self, *args))
+def test_the_structs_of_a_call_are_made_once_for_an_invocation(monkeypatch):
+    made = []
+    inv = Invocation(Centred(), (arrays(),))
+    structs = Inputs.structs.func
+    monkeypatch.setattr(Inputs, "structs", property(lambda self: made.append(1) or structs(self)))
     inv.kernel.heuristic_cfg(inv)
     inv.kernel.reasons(inv)
     list(inv.kernel.config_space(inv))

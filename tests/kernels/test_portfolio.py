@@ -13,6 +13,7 @@ from tilewright.compat.base import KernelConfig
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.op.backend import Implementation, lazy
 from tilewright.kernels.op.choice import Choice, PerDirection, Platform
+from tilewright.kernels.op.inputs import OpInputs
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.ops import ConfigSelectorChain, Executor, Invocation, from_json, stable_json, to_json
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
@@ -20,28 +21,30 @@ from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 HERE = __name__
 
 
-@dataclasses.dataclass(frozen=True)
-class Doubling:
-    """The problem: what an implementation may know."""
+class Doubling(OpInputs):
+    """A call."""
 
-    length: int
+    x: Any
+    y: Any = None
 
 
 class Plain(Implementation):
     platform = Platform.XLA
 
-    def not_supported_reasons(self, problem: Any, device: Any, direction: Any) -> list[str]:
+    serves = frozenset({"y"})
+
+    def reasons(self, inputs: Any, device: Any, direction: Any) -> list[str]:
         return []
 
-    def heuristic(self, problem: Any, device: Any, direction: Any) -> Any:
+    def heuristic(self, inputs: Any, device: Any, direction: Any) -> Any:
         return FwdParams(q_blocksize=8) if direction == "forward" else BwdParams(q_blocksize=4)
 
-    def candidates(self, problem: Any, device: Any, direction: Any) -> list[Any]:
+    def candidates(self, inputs: Any, device: Any, direction: Any) -> list[Any]:
         kind = FwdParams if direction == "forward" else BwdParams
         return [kind(q_blocksize=size) for size in (8, 16)]
 
     def forward(self, inputs: Any, params: FwdParams) -> Any:
-        return 2 * inputs["x"], jnp.full((), params.q_blocksize)
+        return 2 * inputs.x, jnp.full((), params.q_blocksize, jnp.int32)
 
     def backward(self, inputs: Any, results: Any, cotangents: Any, params: BwdParams) -> dict[str, Any]:
         return {"x": 2 * cotangents, "y": None}
@@ -50,9 +53,9 @@ class Plain(Implementation):
 class Picky(Plain):
     platform = Platform.TRITON
 
-    def not_supported_reasons(self, problem: Any, device: Any, direction: Any) -> list[str]:
+    def reasons(self, inputs: Any, device: Any, direction: Any) -> list[str]:
         why = ["backward is not written"] if direction == "backward" else []
-        return [*why, *(["length is odd", "length is above 4"] if problem.length > 4 else [])]
+        return [*why, *(["length is odd", "length is above 4"] if inputs.x.shape[0] > 4 else [])]
 
 
 class Wrong(Plain):
@@ -60,7 +63,7 @@ class Wrong(Plain):
     algorithm = "wrong"
 
     def forward(self, inputs: Any, params: FwdParams) -> Any:
-        return 2.5 * inputs["x"], jnp.zeros(())
+        return 2.5 * inputs.x, jnp.zeros((), jnp.int32)
 
 
 class Double(PortfolioKernel):
@@ -72,23 +75,20 @@ class Double(PortfolioKernel):
         ]
         super().__init__("double", version="1", implementations=[lazy(each) for each in where])
 
-    def prepare(self, x: Any, y: Any = None, *, platform: Any = None) -> Any:
-        return (x, y), {"platform": None if platform is None else tuple(map(Platform, platform))}
+    def prepare(self, x: Any, y: Any = None, *, platform: Any = None) -> Doubling:
+        return Doubling(x, y, platform=None if platform is None else tuple(map(Platform, platform)))
 
-    def inputs(self, x: Any, y: Any, **_: Any) -> Any:
-        return {"x": x, "y": y}
+    def results(self, inputs: Doubling) -> Any:
+        return jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype), jax.ShapeDtypeStruct((), jnp.int32)
 
-    def problem(self, x: Any, y: Any, **_: Any) -> Doubling:
-        return Doubling(x.shape[0])
-
-    def outputs(self, inputs: Any, results: Any, *args: Any, **_: Any) -> Any:
+    def outputs(self, inputs: Doubling, results: Any) -> Any:
         return results[0]
 
-    def cotangents(self, inputs: Any, results: Any, cotangents: Any, *args: Any, **_: Any) -> Any:
+    def cotangents(self, inputs: Doubling, residuals: Any, cotangents: Any) -> Any:
         return cotangents[0]
 
-    def reference(self, x: Any, y: Any, **_: Any) -> Any:
-        return 2 * x
+    def reference(self, inputs: Doubling) -> Any:
+        return 2 * inputs.x
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_platforms_are_tried_in_the_callers_order(executor: Any) -> None:
 
 
 def test_the_config_space_is_that_of_every_able_implementation() -> None:
-    inv = Invocation(Double(), (jnp.ones(4), None), {"platform": None})
+    inv = Invocation(Double(), (Doubling(jnp.ones(4)),))
     space = list(Double().config_space(inv))
     assert {choice.platform for choice in space} == {Platform.TRITON, Platform.XLA}
     assert {choice.params.q_blocksize for choice in space} == {8, 16}
@@ -142,7 +142,7 @@ def test_a_wrong_implementation_never_wins() -> None:
     from tilewright.ops import Autotuner, Tuner
 
     kernel, chain = Double("Wrong", "Plain"), ConfigSelectorChain()
-    inv = Invocation(kernel, (jnp.ones(4), None), {"platform": None})
+    inv = Invocation(kernel, (Doubling(jnp.ones(4)),))
     (call,) = Autotuner(Tuner(0, 1), chooser=chain).tune(inv)
     assert call.winner.config.platform is Platform.XLA
     assert {c.check for c in call.candidates if c.config.platform is Platform.CUDA} == {"failed"}
@@ -152,7 +152,7 @@ def test_explain_says_how_the_others_did(tmp_path: Path) -> None:
     from tilewright.ops import Autotuner, PersistentCache, Tuner
 
     kernel, chain = Double("Wrong", "Plain"), ConfigSelectorChain(persistent=PersistentCache(tmp_path))
-    inv = Invocation(kernel, (jnp.ones(4), None), {"platform": None})
+    inv = Invocation(kernel, (Doubling(jnp.ones(4)),))
     before = Executor(chain).explain_choice(inv, Choice("xla", None, FwdParams(q_blocksize=8))).rejected
     assert before["cuda:wrong"] == ("supported, but not preferred: nothing measured it as faster",)
     (call,) = Autotuner(Tuner(0, 1), chooser=chain).tune(inv)
@@ -168,7 +168,7 @@ def test_explain_says_why_a_backend_that_can_was_not_taken() -> None:
     kernel = Double("Picky", "Plain", "Wrong")
 
     def reasons(platform: Any, chosen: str) -> Any:
-        inv = Invocation(kernel, (jnp.ones(4), None), {"platform": platform})
+        inv = Invocation(kernel, (Doubling(jnp.ones(4), platform=platform),))
         return kernel.rejection_reasons(inv, Choice(chosen, None, FwdParams(q_blocksize=8)), ())
 
     behind = ("supported, but behind xla in the order of preference: nothing measured it as faster",)
@@ -195,7 +195,7 @@ def test_explain_says_why_a_backend_that_can_was_not_taken() -> None:
 )
 def test_explicit_configs(cfg: Any, direction: Any, blocks: int | None) -> None:
     kernel = Double()
-    directed = kernel.resolve_config(cfg, Invocation(kernel, (jnp.ones(5), None), {"platform": None}, None, direction))
+    directed = kernel.resolve_config(cfg, Invocation(kernel, (Doubling(jnp.ones(5)),), direction=direction))
     assert (directed and directed.params.q_blocksize) == blocks
 
 

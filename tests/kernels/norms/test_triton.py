@@ -44,7 +44,7 @@ def two_passes(block: int) -> Both:
 class TestWholeRows(NormConformance):
     """Rows that fit into registers."""
 
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = BACKEND
+    backend: ClassVar[Implementation[Any, Any, Any, Any]] = BACKEND
 
     def machine(self) -> AbstractContextManager[Any]:
         return interpret_triton()

@@ -17,7 +17,7 @@ PARAMS = (FwdParams(), BwdParams())
 
 
 class TestXla(NormConformance):
-    backend: ClassVar[Implementation[Any, Any, Any, Any, Any]] = XlaNorm()
+    backend: ClassVar[Implementation[Any, Any, Any, Any]] = XlaNorm()
 
     def params(self, problem: NormInputs) -> tuple[Any, Any]:
         return PARAMS
