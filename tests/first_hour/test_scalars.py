@@ -106,7 +106,7 @@ def test_eps_of_a_users_kernel(eps):
 
 def test_a_numpy_scalar_makes_no_key_of_its_own():
     keys = {
-        Invocation(FlashAttention(), *FlashAttention().prepare(Q, K, V, softmax_scale=scale)).key
+        Invocation(FlashAttention(), (FlashAttention().prepare(Q, K, V, softmax_scale=scale),)).key
         for scale in (0.5, np.float32(0.5), np.float64(0.5))
     }
     assert len(keys) == 1

@@ -21,16 +21,15 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h100-80
 
 def invocation(case: AttentionCase, direction: Any = "forward", device: Device = H100) -> Invocation[Any, Any]:
     arrays, kwargs = abstract_arguments(case)
-    args, kwargs = FlashAttention().prepare(*arrays, **kwargs)
-    return Invocation(FlashAttention(), tuple(args), dict(kwargs), direction=direction, device=device)
+    inputs = FlashAttention().prepare(*arrays, **kwargs)
+    return Invocation(FlashAttention(), (inputs,), direction=direction, device=device)
 
 
 @pytest.mark.parametrize("conformance_case", CASES[::3], ids=describe)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_least_is_no_more_than_the_cost(conformance_case: Any, direction: Any):
     kernel = FlashAttention()
-    args, kwargs = conformance_case.prepared(seed=0)
-    inv = Invocation(kernel, args, kwargs, direction=direction)
+    inv = Invocation(kernel, (conformance_case.prepared(seed=0),), direction=direction)
     least, cost = kernel.min_cost(inv), kernel.cost(inv)
     assert 0 <= least.flops <= cost.flops
     assert 0 <= least.bytes <= cost.bytes

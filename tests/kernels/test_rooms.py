@@ -12,6 +12,8 @@ KERNELS = Path(tilewright.kernels.__file__).parent
 PREFIX = "tilewright.kernels."
 PLATFORMS = frozenset({"hopper", "triton", "cuda", "tpu"})
 BACKENDS = PLATFORMS | {"xla", "cudnn", "fa4"}
+SHARED = frozenset({"op", "numerics"})
+"""What every op is made with, and what ops and platforms share."""
 
 
 def imported(text: str, folder: str) -> Iterator[tuple[str, ...]]:
@@ -40,7 +42,7 @@ def backend_of(path: tuple[str, ...]) -> tuple[str, ...] | None:
 def trespass(importer: tuple[str, ...], other: tuple[str, ...]) -> str:
     """The rule that an import breaks; empty if it breaks none."""
     if importer[0] in PLATFORMS:
-        is_op = other[0] not in PLATFORMS and (KERNELS / other[0]).is_dir()
+        is_op = other[0] not in PLATFORMS | SHARED and (KERNELS / other[0]).is_dir()
         return "a platform imports an op" if is_op else ""
     theirs = backend_of(other)
     if theirs is None or theirs == backend_of(importer):

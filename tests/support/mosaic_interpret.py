@@ -95,7 +95,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield from interpreted_panels.patches()
     # The interpreter's callbacks are effects, which the declared results of a call do not have: a call is traced with
     # its kernel here.
-    yield Portfolio, "types_cfg", lambda kernel: None
+    yield Portfolio, "types_cfg", lambda kernel, **_: None
     # Each thread that a failure reaches would log the whole of it.
     yield callback.logger, "disabled", True
     yield callback, "api", _API

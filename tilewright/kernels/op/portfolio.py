@@ -16,6 +16,7 @@ from tilewright.kernels.op.choice import DECLARED, Choice, Platform
 from tilewright.kernels.op.choosing import ChoosingOp
 from tilewright.kernels.op.declared import Declared
 from tilewright.kernels.op.inputs import OpInputs
+from tilewright.kernels.op.op import Op
 from tilewright.kernels.op.sharding import Partitioning, backward_locally, forward_locally
 from tilewright.ops.kernel.kernel import Invocation, errors_naming
 
@@ -27,9 +28,13 @@ class Portfolio[Inputs: OpInputs, Results](ChoosingOp[Inputs, Results], abc.ABC)
     with few arrays and no matmuls.
     """
 
-    def types_cfg(self) -> Choice:
-        """A config that stands for any: its code has the declared results."""
-        return DECLARED
+    def types_cfg(self, *, is_split: bool) -> Choice | None:
+        """A config that stands for any: its code has the declared results.
+
+        If JAX splits the operations of a backend, as it does where the op says nothing, only these tell how.
+        """
+        says = bool(self.core_dims) or type(self).partitioning is not Op.partitioning
+        return DECLARED if says or not is_split else None
 
     def run(self, inputs: Inputs, *, cfg: Choice) -> Any:  # type: ignore[override]
         with without_x64(inputs):

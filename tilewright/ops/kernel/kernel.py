@@ -165,10 +165,13 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """The type of a call's configs, to read them from a file; imports the classes of which they consist."""
         return type(self.heuristic_cfg(inv))
 
-    def types_cfg(self) -> Cfg | None:
+    def types_cfg(self, *, is_split: bool) -> Cfg | None:
         """A config that stands for any in a trace, if the kernel declares its results; ``None``: the heuristic does.
 
         Its code has the outputs and residuals of every config's and is never lowered, so it need not compute them.
+
+        Args:
+          is_split: True if the type of an array is split over mesh axes, and so may be the results'.
         """
         return None
 

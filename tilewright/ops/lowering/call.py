@@ -164,7 +164,7 @@ def known_results(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ..
 
 def types_config(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Any:
     """A config whose code has the types of every config's results: the kernel's, the caller's own, or the heuristic."""
-    declared = call.kernel.types_cfg()
+    declared = call.kernel.types_cfg(is_split=any(explicit_sharding(aval) is not None for aval in avals))
     if declared is not None:
         return declared
     inv = call.invocation(avals, mapped, device)
