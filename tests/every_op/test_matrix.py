@@ -159,9 +159,13 @@ def test_a_program_is_exported(op):
     equal(export.deserialize(blob).call(*arrays), jax.jit(function)(*arrays))
 
 
+SPLIT_BY_ROWS = ("matmul", "glu", "gated_grouped_matmul")
+"""Ops with a partitioning of their own whose first operand is split by its rows here."""
+
+
 def split_spec(call: OpCall, array: Any, first: Any) -> P:
     """How an array of a call may be split: by heads, or along what an op's arguments share."""
-    if call.kernel.core_dims:
+    if call.kernel.core_dims or call.op in SPLIT_BY_ROWS:
         return P("tensor") if array.shape[:1] == first.shape[:1] and array.ndim == first.ndim else P()
     return P(*[None] * (array.ndim - 2), "tensor") if array.ndim > 2 and array.shape[-2] > 1 else P()
 

@@ -20,9 +20,20 @@ from tilewright.ops.utils.device import current_device
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 WITHOUT_EFFECT = frozenset(
-    {"precision", "transpose_lhs", "transpose_rhs", "kv_starts", "left", "right", "q_length", "gradient_epsilon"}
-)
+    {
+        "precision", "transpose_lhs", "transpose_rhs", "vocab_first", "kv_starts", "left", "right", "q_length",
+        "gradient_epsilon",
+    }
+)  # fmt: skip
 """Options that a case may have without changing a result on a CPU, or whose default is no call of the same arrays."""
+
+WITHOUT_CASE: dict[str, Any] = {
+    "precision": jax.lax.Precision.HIGHEST,
+    "is_part": True,
+    "keeps_gradients": True,
+    "mask": jax.ShapeDtypeStruct((2, 5), np.bool_),
+}
+"""Values of options that no case has: of kl's small case the mask, and what only an op's own code passes."""
 
 
 def options_of(op: str) -> set[str]:
@@ -46,6 +57,11 @@ def calls_of(kind: type[OpInputs]) -> dict[str, tuple[str, OpInputs]]:
                 inputs = kernel(op).inputs_of(prepared(kernel(op), args, kwargs, concrete=False)[0])
                 for name in inputs.given():
                     found.setdefault(name, (op, inputs))
+    op = next(each for each in OPS if kernel(each).inputs_type is kind)
+    for name in WITHOUT_CASE.keys() & options_of(op) - found.keys():
+        args, kwargs = kernel(op).cases.small.arguments()
+        inputs = kernel(op).inputs_of(prepared(kernel(op), args, kwargs, concrete=False)[0])
+        found[name] = (op, inputs.replace(**{name: WITHOUT_CASE[name]}))
     return found
 
 

@@ -16,6 +16,7 @@ ROOT = Path(tilewright.__path__[0]).parent
 HOPPER = """
 import hashlib, json, sys
 import jax, jax.numpy as jnp
+from tilewright.kernels.op.choice import DECLARED
 from tilewright.modules import flash_attention
 from tilewright.ops.lowering import lowering, mlir_modules, stages
 
@@ -23,7 +24,8 @@ counts = {"traced": 0, "lowered": 0}
 def counting(module, name, what):
     function = getattr(module, name)
     def counted(*args):
-        counts[what] += 1
+        # Types are declared in every process: nothing but their primitive is traced.
+        counts[what] += getattr(getattr(args[0], "cfg", None), "value", None) != DECLARED
         return function(*args)
     setattr(module, name, counted)
 counting(stages, "_trace", "traced")
