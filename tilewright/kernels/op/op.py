@@ -3,7 +3,7 @@
 import abc
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
@@ -146,7 +146,3 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
 
     def sample_inputs(self, inv: Invocation[Choice, Any], key: jax.Array) -> Arguments:
         return (self.sampled(inv.abstract_args[0], key),), {}
-
-    def all_backends(self) -> Iterator[Any]:
-        """The backends that can be loaded here."""
-        return self.backends.usable
