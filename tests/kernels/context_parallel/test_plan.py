@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import tilewright
-from tilewright.kernels.context_parallel.layout import Layout
-from tilewright.kernels.context_parallel.plan import MIN_LOOP, Rectangle, ring_steps, segments
+from tilewright.kernels.flash_attention.distributed.layout import Layout
+from tilewright.kernels.flash_attention.distributed.plan import MIN_LOOP, Rectangle, ring_steps, segments
 from tilewright.kernels.flash_attention.masking import FAR, Band
 
 CAUSAL = Band(-FAR, 0)

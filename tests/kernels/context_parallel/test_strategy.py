@@ -7,8 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 import tilewright
 from tests.kernels.context_parallel.calls import mesh_of
-from tilewright.kernels.context_parallel.layout import Layout, LayoutName
-from tilewright.kernels.context_parallel.strategy import Sizes, best_strategy, predicted_ms
+from tilewright.kernels.flash_attention.distributed.layout import Layout, LayoutName
+from tilewright.kernels.flash_attention.distributed.strategy import Sizes, best_strategy, predicted_ms
 from tilewright.kernels.flash_attention.masking import FAR, Band
 
 CAUSAL = Band(-FAR, 0)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from tests.kernels.context_parallel import oracle
 from tests.support.suites import sampled
 from tilewright.kernels.biases import AlibiBias, RelativeBias
-from tilewright.kernels.context_parallel.explicit import keys_travel
+from tilewright.kernels.flash_attention.distributed.explicit import keys_travel
 from tilewright.kernels.masks import CausalMask, Mask, TileClass, TileGrid
 from tilewright.modules import dot_product_attention, flash_attention
 

@@ -13,7 +13,6 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from tilewright.kernels.biases import AlibiBias, RelativeBias
-from tilewright.kernels.context_parallel.explicit import attention_on_explicit_axes, keys_travel
 from tilewright.kernels.flash_attention import masking, sampling
 from tilewright.kernels.flash_attention.arguments import (
     CausalAlignment,
@@ -23,6 +22,7 @@ from tilewright.kernels.flash_attention.arguments import (
     query_key_value,
 )
 from tilewright.kernels.flash_attention.cases import CASES
+from tilewright.kernels.flash_attention.distributed.explicit import attention_on_explicit_axes, keys_travel
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.partitioning import (
     attention_partitioning,

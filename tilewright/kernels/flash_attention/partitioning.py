@@ -2,7 +2,7 @@
 
 Keys and values are split by batch and heads like the query, or replicated. A replicated array is sliced to what a
 device needs, which moves no data; its gradient is summed over the devices that share it. Lengths of queries and keys
-are split by different axes here; where they share an axis, keys must travel: see ``kernels/context_parallel``.
+are split by different axes here; where they share an axis, keys must travel: see ``distributed``.
 
 Split keys: each device attends to its own, and the results are those of all by one maximum of the lse and one sum of
 the weighted outputs. The backward pass has the out and lse of the whole, so that P = exp(S − lse) is right on every

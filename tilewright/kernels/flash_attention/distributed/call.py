@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.context_parallel.layout import Layout
+from tilewright.kernels.flash_attention.distributed.layout import Layout
 from tilewright.kernels.flash_attention.masking import FAR, Band, packed_rows
 from tilewright.kernels.masks import BandMask, CausalMask, LengthMask, Mask, SegmentMask, WindowMask
 from tilewright.kernels.op.sharding import AxisName

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from tilewright.kernels.context_parallel.function import attention_over_axis, check_refused
-from tilewright.kernels.context_parallel.ring import AttentionKernel
+from tilewright.kernels.flash_attention.distributed.function import attention_over_axis, check_refused
+from tilewright.kernels.flash_attention.distributed.ring import AttentionKernel
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op.arguments import as_array, on_host
 from tilewright.kernels.op.sharding import axis_names, explicit_mesh, over_explicit_axes, placed, typed_axes

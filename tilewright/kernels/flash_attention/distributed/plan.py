@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-from tilewright.kernels.context_parallel.layout import Layout
+from tilewright.kernels.flash_attention.distributed.layout import Layout
 from tilewright.kernels.flash_attention.masking import FAR, Band
 
 type Bounds = tuple[int, int] | None

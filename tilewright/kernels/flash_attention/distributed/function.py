@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tilewright.kernels.context_parallel.arguments import prepare
-from tilewright.kernels.context_parallel.ring import AttentionKernel, ring_attention
-from tilewright.kernels.context_parallel.whole import gathered_attention, ulysses_attention
+from tilewright.kernels.flash_attention.distributed.arguments import prepare
+from tilewright.kernels.flash_attention.distributed.ring import AttentionKernel, ring_attention
+from tilewright.kernels.flash_attention.distributed.whole import gathered_attention, ulysses_attention
 
 _STRATEGIES = {"ring": ring_attention, "all_gather": gathered_attention, "ulysses": ulysses_attention}
 

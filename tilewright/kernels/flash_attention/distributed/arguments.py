@@ -6,11 +6,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from tilewright.kernels.context_parallel.call import ContextCall, MaskArrays
-from tilewright.kernels.context_parallel.layout import Layout
-from tilewright.kernels.context_parallel.ring import Keys
-from tilewright.kernels.context_parallel.strategy import Sizes, StrategyName, check_strategy
 from tilewright.kernels.flash_attention.arguments import alignment, query_key_value
+from tilewright.kernels.flash_attention.distributed.call import ContextCall, MaskArrays
+from tilewright.kernels.flash_attention.distributed.layout import Layout
+from tilewright.kernels.flash_attention.distributed.ring import Keys
+from tilewright.kernels.flash_attention.distributed.strategy import Sizes, StrategyName, check_strategy
 from tilewright.kernels.flash_attention.masking import (
     FAR,
     Band,

@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from tilewright.kernels.context_parallel.layout import Layout
-from tilewright.kernels.context_parallel.plan import ring_steps
+from tilewright.kernels.flash_attention.distributed.layout import Layout
+from tilewright.kernels.flash_attention.distributed.plan import ring_steps
 from tilewright.kernels.flash_attention.masking import Band
 from tilewright.ops.utils.known_devices import measured_rates
 

@@ -35,8 +35,8 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from tilewright.kernels.context_parallel.call import ContextCall, MaskArrays, mask_of
-from tilewright.kernels.context_parallel.plan import Rectangle, Segment, Step, ring_steps, segments
+from tilewright.kernels.flash_attention.distributed.call import ContextCall, MaskArrays, mask_of
+from tilewright.kernels.flash_attention.distributed.plan import Rectangle, Segment, Step, ring_steps, segments
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.operands import by_row
 from tilewright.kernels.flash_attention.results import row_terms, sinks_gradient

@@ -4,10 +4,10 @@ from typing import Any
 
 from jax.typing import ArrayLike
 
-from tilewright.kernels.context_parallel.function import attention_over_axis
-from tilewright.kernels.context_parallel.layout import LayoutName
-from tilewright.kernels.context_parallel.strategy import StrategyName
 from tilewright.kernels.flash_attention.arguments import CausalAlignment
+from tilewright.kernels.flash_attention.distributed.function import attention_over_axis
+from tilewright.kernels.flash_attention.distributed.layout import LayoutName
+from tilewright.kernels.flash_attention.distributed.strategy import StrategyName
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
 from tilewright.kernels.op.sharding import AxisName
@@ -62,7 +62,7 @@ def context_parallel_attention(
       axis_name: the axis of the surrounding ``shard_map`` over which the rows are split, or several.
       strategy: "ring" passes keys and values around, behind the computation; "all_gather" gathers them first;
         "ulysses" exchanges rows for heads and back, which both numbers of heads must allow; "auto" takes the least time
-        by a model of an H100's links and FLOPs (``kernels/context_parallel/strategy.py``).
+        by a model of an H100's links and FLOPs (``kernels/flash_attention/distributed/strategy.py``).
       layout: the rows of device i. "zigzag": chunks i and 2n − 1 − i of 2n, so that a causal mask leaves every device
         the same work (reorder the whole sequence by ``zigzag``); "contiguous": the i-th of n.
       causal: a query sees the keys up to its own position in the whole sequence.

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.context_parallel.call import ContextCall, MaskArrays, mask_of, order_matters
-from tilewright.kernels.context_parallel.layout import Layout
-from tilewright.kernels.context_parallel.ring import AttentionKernel, Keys
+from tilewright.kernels.flash_attention.distributed.call import ContextCall, MaskArrays, mask_of, order_matters
+from tilewright.kernels.flash_attention.distributed.layout import Layout
+from tilewright.kernels.flash_attention.distributed.ring import AttentionKernel, Keys
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op.sharding import AxisName
 
