@@ -15,7 +15,6 @@ PACKAGES = [name for name, module in MODULES.items() if module.path.name == "__i
 # Pairs of ops that need each other; nothing may be added.
 ROOM_CYCLES = [
     ["tilewright.kernels.grouped_matmul", "tilewright.kernels.matmul"],
-    ["tilewright.kernels.flash_attention.distributed", "tilewright.kernels.flash_attention.op"],
 ]
 
 # Each imports from its own folder and from those before it.

@@ -11,8 +11,8 @@ from jax import lax
 from jax.nn import dot_product_attention as jax_dot_product_attention
 from jax.typing import ArrayLike
 
+from tilewright.kernels.flash_attention.context_parallel import context_parallel_attention
 from tilewright.kernels.flash_attention.distributed.layout import unzigzag, zigzag
-from tilewright.kernels.flash_attention.distributed.op import context_parallel_attention
 from tilewright.kernels.flash_attention.op import FlashAttention, flash_attention
 
 __all__ = [

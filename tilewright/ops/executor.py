@@ -21,7 +21,7 @@ from tilewright.ops.kernel.arrays import (
     split,
 )
 from tilewright.ops.kernel.candidates import Candidate
-from tilewright.ops.kernel.kernel import DEFAULT_EXECUTOR, Invocation, Kernel, check_kernel
+from tilewright.ops.kernel.kernel import DEFAULT_EXECUTOR, Invocation, Kernel, check_kernel, errors_naming
 from tilewright.ops.kernel.optional import gradient_form
 from tilewright.ops.kernel.prepared import prepare, prepared
 from tilewright.ops.lowering import derivatives as derivatives  # the rules by which JAX differentiates calls
@@ -181,6 +181,10 @@ def call_kernel(
 ) -> Any:
     """Prepares a call and binds it as the call primitive."""
     check_kernel(kernel)
+    with errors_naming(kernel):
+        by_parts = kernel.distributed(selector.explicit, args, kwargs)
+        if by_parts is not None:
+            return by_parts()
     given, named = prepare(kernel, args, kwargs)
     return apply(kernel, selector, tuple(given), dict(named), known_shardings)
 

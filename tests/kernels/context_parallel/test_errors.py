@@ -31,7 +31,7 @@ def attend(length: int = 8, heads: int = 8, kv_heads: int = 4, batch: int = 2, *
         ({"bias": jnp.zeros((32, 32))}, r"takes no bias"),
         ({"mask": jnp.ones((32, 32), bool)}, r"takes no mask"),
         ({"dropout_prob": 0.1, "dropout_seed": 0}, r"takes no dropout_prob"),
-        ({"strategy": "tree"}, r"strategy='tree' must be 'auto', 'ring', 'all_gather' or 'ulysses'"),
+        ({"strategy": "tree"}, r"strategy='tree' must be one of 'auto', 'ring', 'all_gather', 'ulysses'"),
         ({"layout": "striped"}, r"layout='striped' must be 'zigzag' or 'contiguous'"),
         ({"causal_alignment": "left"}, r"causal_alignment='left'"),
         ({"logits_soft_cap": -1.0}, r"logits_soft_cap must be positive"),

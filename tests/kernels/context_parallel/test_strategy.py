@@ -1,5 +1,8 @@
 """The model by which a strategy is chosen: its preferences where they are plain, and what was measured."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,44 +10,57 @@ from jax.sharding import PartitionSpec as P
 
 import tilewright
 from tests.kernels.context_parallel.calls import mesh_of
-from tilewright.kernels.flash_attention.distributed.layout import Layout, LayoutName
-from tilewright.kernels.flash_attention.distributed.strategy import Sizes, best_strategy, predicted_ms
-from tilewright.kernels.flash_attention.masking import FAR, Band
+from tilewright.kernels.flash_attention.distributed.inputs import ContextInputs
+from tilewright.kernels.flash_attention.distributed.model import best_strategy, predicted_ms
+from tilewright.kernels.op.choice import Choice, Platform
+from tilewright.kernels.op.distributed import PlanParams
+from tilewright.ops import Autotuner, ConfigCache, ConfigSelectorChain, Tuner, find_invocations, overlay_cache
 
-CAUSAL = Band(-FAR, 0)
+CAUSAL = {"highest": 0}
+DOCUMENTS = {"q_bounds": jax.ShapeDtypeStruct((3,), jnp.int32)}
 
 
-def sizes_of(length: int, shards: int = 8, kv_heads: int = 8, layout: LayoutName = "zigzag") -> Sizes:
-    return Sizes(Layout(layout, shards, length, length), 1, 32, kv_heads, 128, 128, 2)
+def call_of(
+    length: int, shards: int = 8, kv_heads: int = 8, q_length: int | None = None, **options: Any
+) -> ContextInputs:
+    """A device's part of a call."""
+    query, key = (
+        jax.ShapeDtypeStruct((1, rows, heads, 128), jnp.bfloat16)
+        for rows, heads in ((q_length or length, 32), (length, kv_heads))
+    )
+    given = {"layout": "zigzag", "softmax_scale": 1.0} | options
+    return ContextInputs(query, key, key, devices=shards, **given)
 
 
 def test_short_sequences_with_few_key_heads_are_gathered() -> None:
-    assert best_strategy(sizes_of(256, kv_heads=1), CAUSAL) == "all_gather"
-    assert best_strategy(sizes_of(256, kv_heads=1), Band()) == "all_gather"
+    assert best_strategy(call_of(256, kv_heads=1, **CAUSAL)) == "all_gather"
+    assert best_strategy(call_of(256, kv_heads=1)) == "all_gather"
 
 
 def test_heads_that_divide_are_exchanged_if_that_is_cheaper() -> None:
     # A contiguous causal ring waits for the last device in every step.
-    assert best_strategy(sizes_of(8192, layout="contiguous"), CAUSAL) == "ulysses"
-    times = predicted_ms(sizes_of(8192, layout="contiguous"), CAUSAL)
+    assert best_strategy(call_of(8192, layout="contiguous", **CAUSAL)) == "ulysses"
+    times = predicted_ms(call_of(8192, layout="contiguous", **CAUSAL))
     assert times["ring"] > 1.5 * times["ulysses"]
 
 
 def test_long_sequences_go_around() -> None:
-    assert best_strategy(sizes_of(65536, kv_heads=4), CAUSAL) == "ring"
-    assert best_strategy(sizes_of(16384, kv_heads=4), Band()) == "ring"
+    assert best_strategy(call_of(65536, kv_heads=4, **CAUSAL)) == "ring"
+    assert best_strategy(call_of(16384, kv_heads=4)) == "ring"
 
 
 def test_a_window_costs_a_ring_two_steps_only() -> None:
-    times = {shards: predicted_ms(sizes_of(8192, shards, layout="contiguous"), Band(-1024, 0)) for shards in (4, 64)}
+    times = {
+        shards: predicted_ms(call_of(8192, shards, layout="contiguous", lowest=-1024, highest=0)) for shards in (4, 64)
+    }
     assert times[4]["ring"] == pytest.approx(times[64]["ring"])
     assert times[64]["all_gather"] > 4 * times[64]["ring"]
 
 
 def test_what_cannot_serve_the_call_is_no_choice() -> None:
-    assert "ulysses" not in predicted_ms(sizes_of(8192, kv_heads=4), CAUSAL)
-    huge = Sizes(Layout("contiguous", 8, 1, 1 << 20), 1, 32, 4, 128, 128, 2)  # one query beside a million keys
-    assert best_strategy(huge, Band()) == "ring"
+    assert "ulysses" not in predicted_ms(call_of(8192, kv_heads=4, **CAUSAL))
+    # One query beside a million keys.
+    assert best_strategy(call_of(1 << 20, kv_heads=4, q_length=1, layout="contiguous")) == "ring"
 
 
 @pytest.mark.parametrize(
@@ -58,24 +74,80 @@ def test_what_cannot_serve_the_call_is_no_choice() -> None:
 )
 def test_two_cards_take_what_was_measured(length: int, measured: dict[str, float]) -> None:
     """Milliseconds of both passes, causal, on two H100; the choice is the fastest there."""
-    times = predicted_ms(sizes_of(length, 2), CAUSAL)
-    assert best_strategy(sizes_of(length, 2), CAUSAL) == min(measured, key=lambda name: measured[name])
+    times = predicted_ms(call_of(length, 2, **CAUSAL))
+    assert best_strategy(call_of(length, 2, **CAUSAL)) == min(measured, key=lambda name: measured[name])
     assert times == pytest.approx(measured, rel=0.27 if length < 2048 else 0.17)
 
 
 def test_documents_are_not_left_to_where_they_begin() -> None:
     """16384 packed tokens on each of two H100: 9.28 ms around, 9.08 exchanged; 32768: 25.7, 22.2."""
-    assert best_strategy(sizes_of(16384, 2), CAUSAL) == "ring"
-    assert best_strategy(sizes_of(16384, 2), CAUSAL, documents=True) == "ulysses"
-    assert best_strategy(sizes_of(16384, 16), CAUSAL, documents=True) == "ring"  # heads do not divide
+    assert best_strategy(call_of(16384, 2, **CAUSAL)) == "ring"
+    assert best_strategy(call_of(16384, 2, **CAUSAL, **DOCUMENTS)) == "ulysses"
+    assert best_strategy(call_of(16384, 16, **CAUSAL, **DOCUMENTS)) == "ring"  # heads do not divide
 
 
-@pytest.mark.parametrize(("strategy", "name"), [("auto", "all_gather"), ("ring", "ppermute")])
+def attend(**options: Any) -> Any:
+    """A function of a whole call over four devices, and its operands."""
+
+    def on_device(*qkv: jax.Array) -> jax.Array:
+        return tilewright.context_parallel_attention(*qkv, axis_name="s", causal=True, **options)
+
+    rows, x = P(None, "s"), jax.ShapeDtypeStruct((1, 32, 1, 16), jnp.float32)
+    return jax.shard_map(on_device, mesh=mesh_of(), in_specs=(rows,) * 3, out_specs=rows), (x, x, x)
+
+
+@pytest.mark.parametrize(("strategy", "name"), [("auto", "all_gather"), ("ring", "collective_permute")])
 def test_a_call_runs_the_strategy(strategy: str, name: str) -> None:
-    def attend(*qkv: jax.Array) -> jax.Array:
-        return tilewright.context_parallel_attention(*qkv, axis_name="s", strategy=strategy, causal=True)
+    function, operands = attend(strategy=strategy)
+    text = jax.jit(function).lower(*operands).as_text()
+    names = ("all_gather", "collective_permute", "all_to_all")
+    assert [each for each in names if f"stablehlo.{each}" in text] == [name]
 
-    rows = P(None, "s")
-    x = jax.ShapeDtypeStruct((1, 32, 1, 16), jnp.float32)
-    traced = jax.make_jaxpr(jax.shard_map(attend, mesh=mesh_of(), in_specs=(rows,) * 3, out_specs=rows))(x, x, x)
-    assert [each for each in ("all_gather", "ppermute", "all_to_all") if f" {each}[" in str(traced)] == [name]
+
+def plan_of(explained: Any) -> Any:
+    (found,) = (call for call in explained if call.op == "context_parallel_attention")
+    return found
+
+
+def test_the_plan_is_explained() -> None:
+    function, operands = attend()
+    call = plan_of(tilewright.explain(function, *operands))
+    assert str(call.config).startswith("mesh:all_gather")
+    assert "probably slower" in call.choice.rejected["mesh:ring"][0]
+    assert "4 devices must divide" in call.choice.rejected["mesh:ulysses"][0]
+
+
+def test_the_derivative_has_one_choice_for_both_passes() -> None:
+    function, operands = attend()
+    gradients = jax.grad(lambda *qkv: function(*qkv).sum(), (0, 1, 2))
+    call = plan_of(tilewright.explain(gradients, *operands))
+    assert (call.direction, call.config.algorithm) == ("forward", "all_gather")
+
+
+def invocation(function: Any, operands: Any) -> Any:
+    (found,) = (inv for inv in find_invocations(function, *operands) if inv.kernel.name == "context_parallel_attention")
+    return found
+
+
+def test_another_choice_takes_another_plan() -> None:
+    function, operands = attend()
+    cache = ConfigCache()
+    cache.put(invocation(function, operands).key, Choice(Platform.MESH, "ring", PlanParams()))
+    with overlay_cache(cache):
+        assert plan_of(tilewright.explain(function, *operands)).config.algorithm == "ring"
+        assert "collective_permute" in jax.jit(function).lower(*operands).as_text()
+
+
+def test_the_plans_are_measured_on_a_mesh_with_their_derivatives() -> None:
+    function, operands = attend()
+    chain = ConfigSelectorChain(ConfigCache())
+    entry = Autotuner(Tuner(1, 2, isolation="none"), chooser=chain).tune(invocation(function, operands)).entries[0]
+    assert [each.config.algorithm for each in entry.candidates] == ["all_gather", "ring"]
+    assert all(each.eligible and each.time_ms for each in entry.candidates), entry
+
+
+def test_a_call_over_more_devices_than_there_are_is_left_out_of_a_tuning() -> None:
+    inv = dataclasses.replace(invocation(*attend()), args=(call_of(16, shards=64),))
+    result = Autotuner(Tuner(1, 2, isolation="none")).tune(inv)
+    assert not result.entries
+    assert "needs 64 devices of this process" in result.left_out[0]

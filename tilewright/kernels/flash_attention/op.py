@@ -1,8 +1,9 @@
 """Flash attention: the argument list, and the parts that all its backends share."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +24,7 @@ from tilewright.kernels.flash_attention.arguments import (
 )
 from tilewright.kernels.flash_attention.cases import CASES
 from tilewright.kernels.flash_attention.distributed.explicit import attention_on_explicit_axes, keys_travel
+from tilewright.kernels.flash_attention.distributed.op import ContextParallelOp
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.partitioning import (
     attention_partitioning,
@@ -41,7 +43,7 @@ from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.roofline import Cost
 from tilewright.kernels.op.sharding import Partitioning
-from tilewright.ops.kernel.kernel import Invocation, errors_naming
+from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.parts import OraclePart
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -171,6 +173,12 @@ class FlashAttention(PortfolioKernel[AttentionInputs, Results]):
             platform=arguments.platforms(platform),
         )
 
+    def distributed(self, cfg: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+        """`context_parallel_attention` where the types of query, key and value split all of their lengths alike."""
+        if not keys_travel({**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}):
+            return None
+        return functools.partial(attention_on_explicit_axes, _CONTEXT_PARALLEL_ATTENTION, *args, cfg=cfg, **kwargs)
+
     def outputs(self, inputs: AttentionInputs, results: Results) -> Output | Results:
         """The caller's results, from ``(out, lse)``."""
         out, lse = (result[0] for result in results) if inputs.unbatched else results
@@ -265,6 +273,16 @@ _FLASH_ATTENTION = FlashAttention()
 _POSITIONAL = ("query", "key", "value", "bias", "mask")
 
 
+@stable_id("tilewright/flash_attention.ContextParallelAttention")
+class ContextParallelAttention(ContextParallelOp):
+    """Attention over a split sequence, by calls of ``flash_attention``."""
+
+    kernel = _FLASH_ATTENTION
+
+
+_CONTEXT_PARALLEL_ATTENTION = ContextParallelAttention()
+
+
 @public_function(FlashAttention.prepare, attention_fn=True)
 def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
     """Exact attention, softmax(scale · query · keyᵀ + bias) · value, in memory linear in the lengths.
@@ -323,9 +341,6 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
 
     The algorithm is that of FlashAttention-2 (arXiv 2307.08691).
     """
-    if keys_travel(dict(zip(_POSITIONAL, args, strict=False)) | kwargs):
-        with errors_naming(_FLASH_ATTENTION):
-            return attention_on_explicit_axes(_FLASH_ATTENTION, *args, **kwargs)
     return _FLASH_ATTENTION(*args, **kwargs)
 
 

@@ -220,7 +220,7 @@ def platforms(platform: PlatformOption) -> tuple[Platform, ...] | None:
     if platform is None or platform == "auto":
         return None
     names = (platform,) if isinstance(platform, str) else platform
-    known = [str(member) for member in Platform]
+    known = [str(member) for member in Platform if member is not Platform.MESH]
     if not isinstance(names, Sequence) or not names or not all(name in known for name in names):
         raise ValueError(f"{platform=} must be None, 'auto', one of {known}, or a non-empty sequence of them")
     return tuple(Platform(name) for name in names)

@@ -12,12 +12,13 @@ from tilewright.ops.utils.stable_ids import stable_id
 
 @stable_id("tilewright/registry.Platform", formerly=("tilewright.kernels.registry:Platform",))
 class Platform(enum.StrEnum):
-    """The language or system that a kernel is written in."""
+    """The language or system that a kernel is written in; or "mesh" for a plan of several devices."""
 
     XLA = "xla"
     PALLAS = "pallas"
     TRITON = "triton"
     CUDA = "cuda"
+    MESH = "mesh"
 
 
 @stable_id("tilewright/portfolio.Choice", formerly=("tilewright.kernels.portfolio:Choice",))

@@ -23,9 +23,9 @@ if they differ from their defaults. A field of role "stage" is set for one stage
 _OPTION: Role = "option"
 
 
-def static(*, default: Any = dataclasses.MISSING, role: Role = _OPTION) -> Any:
+def static(*, default: Any = dataclasses.MISSING, role: Role = _OPTION, kw_only: Any = dataclasses.MISSING) -> Any:
     """A field that is a hashable value and not an array; without a default every call has it."""
-    return dataclasses.field(default=default, metadata={"static": True, "role": role})
+    return dataclasses.field(default=default, kw_only=kw_only, metadata={"static": True, "role": role})
 
 
 def array(*, default: None, role: Role = _OPTION, gradient: bool = True) -> Any:

@@ -113,6 +113,14 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """
         return args, kwargs
 
+    def distributed(self, cfg: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+        """A function that computes a call by calls of other kernels on the devices' parts of its arrays.
+
+        ``None``, the default, for a call that is computed as it is. Asked with the caller's arguments, whose types may
+        split them over a mesh such that devices must exchange more than sums.
+        """
+        return None
+
     # The form of a call: positional and keyword arguments, unless a class of kernels has one of its own.
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
@@ -176,6 +184,17 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         return None
 
     # Tuning, checking and explaining a call.
+
+    measured_with_gradients: ClassVar[bool] = False
+    """True if a candidate's time is that of its results and of JAX's derivative of it together."""
+
+    def unmeasurable(self, inv: "Invocation[Cfg, Out]") -> str:
+        """The reason why a call cannot be measured in this process; empty if it can."""
+        return ""
+
+    def measured(self, inv: "Invocation[Cfg, Out]", function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function that is measured, and checked, in place of one of a call's arrays: by default the same."""
+        return function
 
     def config_reasons(self, inv: "Invocation[Cfg, Out]", cfg: object) -> Sequence[str]:
         """Reasons why a config cannot run the call; a cached config with reasons is a miss, a candidate is not

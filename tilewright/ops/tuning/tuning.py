@@ -34,7 +34,7 @@ from tilewright.ops.tuning.events import (
 )
 from tilewright.ops.tuning.isolation import IdleWorker, ProcessBench, Task, reason_not_sendable
 from tilewright.ops.tuning.schedule import Schedule
-from tilewright.ops.utils.describe import describe_config
+from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 from tilewright.ops.utils.target import check_runs_here
 from tilewright.ops.utils.untraced import Interrupted, measurement_lock, run_untraced
@@ -143,11 +143,19 @@ class Autotuner:
         deadline = time.monotonic() + _seconds(self.budget_s)
         known = {key: entry for key, inv in distinct.items() if reuse and (entry := self._known(inv)) is not None}
         schedules: list[Schedule] = []
+        unmeasured: list[str] = []
 
         def work(cancelled: threading.Event) -> None:
             for entry in known.values():
                 self._emit(CallTuned(entry))
-            unknown = [inv for key, inv in distinct.items() if key not in known]
+            unknown = []
+            for inv in (inv for key, inv in distinct.items() if key not in known):
+                why = inv.kernel.unmeasurable(inv)
+                if not why:
+                    unknown.append(inv)
+                    continue
+                self._emit(CallLeftOut(inv, describe_key(inv.key), why))
+                unmeasured.append(f"{inv.kernel.name} {inv.direction} {describe_key(inv.key)}: {why}")
             if not unknown:
                 return
             self._emit(TuningStarted(len(unknown), _seconds(self.budget_s)))
@@ -176,7 +184,7 @@ class Autotuner:
             device=invocations[0].device_fingerprint if invocations else "",
             toolchain=toolchain_fingerprint(),
             interrupted=interrupted,
-            left_out=tuple(text for schedule in schedules for text in schedule.left_out),
+            left_out=(*unmeasured, *(text for schedule in schedules for text in schedule.left_out)),
         )
 
     def _emit(self, event: TuningEvent) -> None:

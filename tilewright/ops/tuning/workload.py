@@ -120,9 +120,13 @@ class Workload:
         return found
 
     def _code(self, config: object) -> Callable[..., list[Any]]:
-        """The stage with a config, lowered once also for the user's program."""
-        avals = [jax.typeof(operand) for operand in self.operands]
-        return code_of(self._call, config, avals, self._mapped, self._device)
+        """The stage with a config, lowered once also for the user's program; as the kernel wants it measured."""
+        if self._inv.kernel.measured_with_gradients:
+            code = with_gradients(self._call.function(config, self._mapped, self._device))
+        else:
+            avals = [jax.typeof(operand) for operand in self.operands]
+            code = code_of(self._call, config, avals, self._mapped, self._device)
+        return self._inv.kernel.measured(self._inv, code)
 
     def _sampled(self) -> tuple[list[Any], Any]:
         """Random arguments, those of mapped leaves stacked along the mapped axes."""
@@ -187,7 +191,10 @@ class Workload:
         """The reference's results in high precision and in the input dtype."""
         function = self._reference_gradients if self._inv.direction == "backward" else self._reference
         options = ORACLE_OPTIONS if self._device.kind == "gpu" else None
-        run_reference = jax.jit(map_axes(functools.partial(function, part), self._mapped), compiler_options=options)
+        mapped = map_axes(functools.partial(function, part), self._mapped)
+        if self._inv.kernel.measured_with_gradients:
+            mapped = with_gradients(mapped)
+        run_reference = jax.jit(self._inv.kernel.measured(self._inv, mapped), compiler_options=options)
         # Some devices round the operands of float32 matmuls by default; that is part of lowp's error, not of ref's.
         with jax.default_matmul_precision("highest"):
             ref = run_reference(*promoted(self.operands))
@@ -263,6 +270,24 @@ def _nan_counts(results: Sequence[Any]) -> list[str]:
         for i, array in enumerate(results)
         if jnp.issubdtype(array.dtype, jnp.inexact) and (count := int(jnp.isnan(array).sum()))
     ]
+
+
+def with_gradients(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """The results of a function and, for each floating-point operand, the gradient of their sum."""
+
+    def both(*operands: jax.Array) -> list[Any]:
+        floating = [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+        def of_floating(*values: jax.Array) -> list[Any]:
+            complete = list(operands)
+            for i, value in zip(floating, values, strict=True):
+                complete[i] = value
+            return function(*complete)
+
+        results, pull = jax.vjp(of_floating, *(operands[i] for i in floating))
+        return [*results, *pull([jnp.ones_like(x) for x in results])]
+
+    return both
 
 
 def forward_of(inv: Invocation[Any, Any]) -> Invocation[Any, Any]:

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from tilewright.kernels.flash_attention.distributed.function import attention_over_axis, check_refused
-from tilewright.kernels.flash_attention.distributed.ring import AttentionKernel
+from tilewright.kernels.flash_attention.distributed.op import ContextParallelOp, check_refused
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op.arguments import as_array, on_host
 from tilewright.kernels.op.sharding import axis_names, explicit_mesh, over_explicit_axes, placed, typed_axes
@@ -84,7 +83,7 @@ def _rows_are_cheaper(query: jax.Array, key: jax.Array, value: jax.Array, device
 
 
 def attention_on_explicit_axes(
-    kernel: AttentionKernel,
+    op: ContextParallelOp,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -128,7 +127,7 @@ def attention_on_explicit_axes(
     def on_device(parts: dict[str, Any]) -> Any:
         if self_attention and "cum_seqlens_q" in parts:
             parts = parts | {"cum_seqlens_k": parts["cum_seqlens_q"]}
-        return attention_over_axis(kernel, axis_name=rows, layout="contiguous", **parts, **options)
+        return op(axis_name=rows, layout="contiguous", **parts, **options)
 
     lse = PartitionSpec(*leading, heads, rows)
     out = (spec, lse) if options.get("return_lse") else spec

@@ -1,111 +1,243 @@
-"""The public function, and the kernel whose calls it makes."""
+"""The op of attention over a split sequence: its argument list, and what its plans share."""
 
-from typing import Any
+import abc
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
-from tilewright.kernels.flash_attention.arguments import CausalAlignment
-from tilewright.kernels.flash_attention.distributed.function import attention_over_axis
+from tilewright.kernels.flash_attention.arguments import CausalAlignment, alignment, query_key_value
+from tilewright.kernels.flash_attention.distributed.inputs import ContextInputs
 from tilewright.kernels.flash_attention.distributed.layout import LayoutName
-from tilewright.kernels.flash_attention.distributed.strategy import StrategyName
-from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
-from tilewright.kernels.op.sharding import AxisName
-from tilewright.ops.kernel.kernel import errors_naming_function
+from tilewright.kernels.flash_attention.distributed.model import StrategyName
+from tilewright.kernels.flash_attention.distributed.whole import gathered_attention
+from tilewright.kernels.flash_attention.masking import (
+    FAR,
+    Band,
+    Pair,
+    ScoreShape,
+    check_alone,
+    is_given,
+    lengths_mask,
+    packed_bounds,
+    segments_mask,
+)
+from tilewright.kernels.numerics.softmax import accumulation_dtype
+from tilewright.kernels.op import arguments
+from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike, on_host
+from tilewright.kernels.op.backend import lazy
+from tilewright.kernels.op.choice import Choice
+from tilewright.kernels.op.distributed import DistributedOp, PlanParams
+from tilewright.kernels.op.portfolio import Portfolio
+from tilewright.kernels.op.sharding import AxisName, check_manual, devices_along
+from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.kernel.prepared import prepare
+from tilewright.ops.utils.device import current_device
 
-_FLASH_ATTENTION = FlashAttention()
+_PLANS = "tilewright.kernels.flash_attention.distributed.plans"
 
 
-def context_parallel_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: None = None,
-    mask: None = None,
-    *,
-    axis_name: AxisName,
-    strategy: StrategyName = "auto",
-    layout: LayoutName = "zigzag",
-    causal: bool = False,
-    causal_alignment: CausalAlignment = "top_left",
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    softmax_scale: ArrayLike | None = None,
-    logits_soft_cap: float | None = None,
-    softmax_aux: ArrayLike | None = None,
-    q_segment_ids: ArrayLike | None = None,
-    kv_segment_ids: ArrayLike | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    cum_seqlens_q: ArrayLike | None = None,
-    cum_seqlens_k: ArrayLike | None = None,
-    dropout_prob: float = 0.0,
-    dropout_seed: ArrayLike | None = None,
-    return_lse: bool = False,
-    precision: PrecisionLike = None,
-    platform: PlatformOption = None,
-    cfg: object = None,
-) -> Any:
-    """``flash_attention`` over a sequence whose rows are split over a mesh axis, inside ``jax.shard_map``.
+class ContextParallelOp(DistributedOp[ContextInputs, Any], Portfolio[ContextInputs, Any], abc.ABC):
+    """Attention over a sequence whose rows are split; see ``context_parallel_attention`` for the arguments.
 
-    Every device passes its own rows and gets the output of its queries; the result is that of one device with the whole
-    sequence, but for rounding. Gradients with respect to query, key, value and softmax_aux are exact. Partial results
-    and sums of gradients are float32; what a device computes in one step is rounded to the query's dtype, as the output
-    of ``flash_attention`` is. The ring has no forward-mode derivative.
+    JAX differentiates the plan that is chosen, so one choice is for both passes, and is measured with both.
+
+    Attributes:
+      kernel: that of the calls that a device makes.
+    """
+
+    differentiable: ClassVar[bool] = True
+    measured_with_gradients: ClassVar[bool] = True
+    kernel: ClassVar[Portfolio[Any, Any]]
+
+    def __init__(self) -> None:
+        plans = ("RingAttention", "GatheredAttention", "UlyssesAttention")
+        super().__init__(
+            "context_parallel_attention", version="1", implementations=[lazy(f"{_PLANS}:{plan}") for plan in plans]
+        )
+
+    def prepare(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        bias: None = None,
+        mask: None = None,
+        *,
+        axis_name: AxisName,
+        strategy: StrategyName = "auto",
+        layout: LayoutName = "zigzag",
+        causal: bool = False,
+        causal_alignment: CausalAlignment = "top_left",
+        sliding_window: int | tuple[int | None, int | None] | None = None,
+        softmax_scale: ArrayLike | None = None,
+        logits_soft_cap: float | None = None,
+        softmax_aux: ArrayLike | None = None,
+        q_segment_ids: ArrayLike | None = None,
+        kv_segment_ids: ArrayLike | None = None,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
+        cum_seqlens_q: ArrayLike | None = None,
+        cum_seqlens_k: ArrayLike | None = None,
+        dropout_prob: float = 0.0,
+        dropout_seed: ArrayLike | None = None,
+        return_lse: bool = False,
+        precision: PrecisionLike = None,
+        platform: PlatformOption = None,
+        cfg: object = None,
+    ) -> ContextInputs:
+        """Checks a call inside ``shard_map``."""
+        check_refused(bias, mask, {"dropout_prob": dropout_prob})
+        queries, keys, values, unbatched = query_key_value(query, key, value)
+        axis: AxisName = tuple(axis_name) if isinstance(axis_name, list | tuple) else axis_name
+        devices = devices_along(axis, "rows")
+        batch, q_length, heads, _ = queries.shape
+        kv_length = keys.shape[1]
+        rows = _checked_layout(layout, q_length, kv_length)
+        queries, scale = arguments.scaled(queries, softmax_scale)
+        bottom_right, is_causal = alignment(causal_alignment), arguments.flag("causal", causal)
+        lengths, cum_seqlens = (query_seq_lengths, key_value_seq_lengths), (cum_seqlens_q, cum_seqlens_k)
+        further = devices * (kv_length - q_length)
+        band, moving = _band(is_causal, sliding_window, bottom_right, further, lengths, cum_seqlens)
+        shape = ScoreShape(batch, heads, q_length, kv_length, unbatched)
+        masking = _mask_arrays(shape, (q_segment_ids, kv_segment_ids), lengths, cum_seqlens)
+        sinks = None if softmax_aux is None else arguments.sinks_array(softmax_aux, heads)
+        inputs = ContextInputs(
+            queries,
+            keys,
+            values,
+            softmax_scale=scale,
+            layout=rows,
+            # As the kernel does with 64-bit sinks beside narrower queries: the ring adds them itself.
+            softmax_aux=arguments.to_32_bit(sinks, queries.dtype),
+            lowest=band.lowest,
+            highest=band.highest,
+            moving_ends=moving,
+            bottom_right=bottom_right,
+            longest=_longest(cum_seqlens),
+            logits_soft_cap=arguments.soft_cap(logits_soft_cap),
+            precision=arguments.matmul_precision(precision),
+            return_lse=arguments.flag("return_lse", return_lse),
+            unbatched=unbatched,
+            platform=arguments.platforms(platform),
+            devices=devices,
+            strategy=strategy,
+            axis=axis,
+            **masking,
+        )
+        self.check_strategy(inputs, current_device())
+        if strategy in ("auto", "ring"):
+            check_manual(AxisType.Auto)
+        return inputs
+
+    def completed(self, inputs: ContextInputs) -> ContextInputs:
+        return super().completed(inputs).replace(kernel=self.kernel)
+
+    def resolve_config(self, cfg: object, inv: Invocation[Choice, Any]) -> Choice | None:
+        """A plan as it is; any other config is for every call that a device makes, in the plan that the model takes."""
+        if isinstance(cfg, Choice) and self.backends.find(cfg) is not None:
+            return super().resolve_config(cfg, inv)
+        best = self.heuristic_cfg(inv)
+        return Choice(best.platform, best.algorithm, PlanParams(cfg))
+
+    def results(self, inputs: ContextInputs) -> Any:
+        """``(out, lse)`` of this device's queries."""
+        batch, q_length, heads, _ = inputs.query.shape
+        out = jax.ShapeDtypeStruct((batch, q_length, heads, inputs.value.shape[3]), inputs.query.dtype)
+        return out, jax.ShapeDtypeStruct((batch, heads, q_length), accumulation_dtype(inputs.query.dtype))
+
+    def outputs(self, inputs: ContextInputs, results: Any) -> Any:
+        """The caller's results, from ``(out, lse)``."""
+        out, lse = (each[0] for each in results) if inputs.unbatched else results
+        return (out, lse) if inputs.return_lse else out
+
+    def reference(self, inputs: ContextInputs) -> Any:
+        """The oracle inside ``shard_map``: that of ``flash_attention`` with the keys and values of all devices."""
+
+        def oracle(*args: Any, cfg: object, **options: Any) -> Any:
+            (call,), _ = prepare(self.kernel, args, options)
+            return self.kernel.reference(call)
+
+        return self.outputs(inputs, gathered_attention(self.completed(inputs).replace(kernel=oracle), None))
+
+    def sampled(self, inputs: ContextInputs, key: jax.Array) -> ContextInputs:
+        """Normal arrays, a few segments, whole lengths, packed sequences of one length."""
+        found, devices = super().sampled(inputs, key), inputs.devices
+        ends = {"q": devices * inputs.query.shape[1], "kv": devices * inputs.key.shape[1]}
+        drawn: dict[str, Any] = {}
+        for side, end in ends.items():
+            if (lengths := inputs.arrays[f"{side}_lengths"]) is not None:
+                drawn[f"{side}_lengths"] = jnp.full(lengths.shape, end, jnp.int32)
+            if (bounds := inputs.arrays[f"{side}_bounds"]) is not None:
+                drawn[f"{side}_bounds"] = jnp.asarray(np.linspace(0, end, bounds.shape[0]).astype(np.int32))
+        return found.replace(**drawn)
+
+
+def _checked_layout(name: object, q_length: int, kv_length: int) -> LayoutName:
+    if name == "contiguous":
+        return "contiguous"
+    if name != "zigzag":
+        raise ValueError(f"layout={name!r} must be 'zigzag' or 'contiguous'")
+    if q_length % 2 or kv_length % 2:
+        raise ValueError(
+            "layout='zigzag' gives each device two chunks of one size, got an odd number of rows on each device: "
+            f"{q_length} of the query, {kv_length} of the keys; use layout='contiguous' or an even number"
+        )
+    return "zigzag"
+
+
+def _band(
+    causal: bool, window: object, bottom_right: bool, further: int, lengths: Pair, cum_seqlens: Pair
+) -> tuple[Band, bool]:
+    """The band of the call, and True if it counts from the ends of each element or packed sequence.
 
     Args:
-      query: ``[batch, q_length / n, heads, head_dim]``, this device's part of n; the batch dimension may be absent from
-        all arrays of a call.
-      key: ``[batch, kv_length / n, kv_heads, head_dim]``; ``kv_heads`` divides ``heads``.
-      value: ``[batch, kv_length / n, kv_heads, value_dim]``.
-      bias: refused, as are mask and dropout: they are of all pairs of queries and keys.
-      mask: refused.
-      axis_name: the axis of the surrounding ``shard_map`` over which the rows are split, or several.
-      strategy: "ring" passes keys and values around, behind the computation; "all_gather" gathers them first;
-        "ulysses" exchanges rows for heads and back, which both numbers of heads must allow; "auto" takes the least time
-        by a model of an H100's links and FLOPs (``kernels/flash_attention/distributed/strategy.py``).
-      layout: the rows of device i. "zigzag": chunks i and 2n − 1 − i of 2n, so that a causal mask leaves every device
-        the same work (reorder the whole sequence by ``zigzag``); "contiguous": the i-th of n.
-      causal: a query sees the keys up to its own position in the whole sequence.
-      causal_alignment: as for ``flash_attention``, of the whole sequence.
-      sliding_window: as for ``flash_attention``. A ring ends early if no device sees keys further away.
-      softmax_scale: as for ``flash_attention``.
-      logits_soft_cap: as for ``flash_attention``.
-      softmax_aux: sinks, ``[heads]`` or ``[heads, n]``, the same on every device.
-      q_segment_ids: ``[batch, q_length / n]`` integers of this device's rows.
-      kv_segment_ids: ``[batch, kv_length / n]``.
-      query_seq_lengths: ``[batch]``, of the whole sequences; the same on every device.
-      key_value_seq_lengths: ``[batch]``, of the whole sequences.
-      cum_seqlens_q: ``[sequences + 1]`` boundaries in the whole sequence, of a batch of one; the same on every device.
-        Pass the very same array as ``cum_seqlens_k`` for self-attention: a causal ring then leaves steps out, and with
-        a NumPy array any ring those that are further than the longest sequence.
-      cum_seqlens_k: the boundaries among the keys.
-      dropout_prob: refused unless 0.
-      dropout_seed: of no use without dropout.
-      return_lse: also return the log-sum-exp of this device's queries, float32 ``[batch, heads, q_length / n]``.
-      precision: precision of the matmuls.
-      platform: as for ``flash_attention``, of each call that a device makes.
-      cfg: a config for each call that a device makes.
-
-    Returns:
-      ``[batch, q_length / n, heads, value_dim]`` in the query's dtype, with the log-sum-exp if asked for. Rows without
-      a visible key are as those of ``flash_attention``.
-
-    Raises:
-      ValueError, TypeError: a wrong argument; the call is outside of ``shard_map``; a bias, a mask or dropout; an odd
-        number of rows on a device with layout="zigzag"; heads that n does not divide with strategy="ulysses".
-      UnsupportedError: no allowed platform can serve a call.
-
-    The ring is that of arXiv 2310.01889 with the kernels of FlashAttention-2; "ulysses" is arXiv 2309.14509.
+      further: the number of keys beyond that of queries, in the whole sequence.
     """
-    with errors_naming_function("context_parallel_attention"):
-        return attention_over_axis(
-            _FLASH_ATTENTION, query, key, value, bias, mask,
-            axis_name=axis_name, strategy=strategy, layout=layout,
-            causal=causal, causal_alignment=causal_alignment, sliding_window=sliding_window,
-            softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap, softmax_aux=softmax_aux,
-            q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids,
-            query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
-            cum_seqlens_q=cum_seqlens_q, cum_seqlens_k=cum_seqlens_k,
-            dropout_prob=dropout_prob, dropout_seed=dropout_seed,
-            return_lse=return_lse, precision=precision, platform=platform, cfg=cfg,
-        )  # fmt: skip
+    left, right = arguments.window(window, causal) if window is not None else (None, 0 if causal else None)
+    if left is None and right is None:
+        return Band(), False
+    # By identity, as ``flash_attention`` does: values are not known while tracing.
+    packed = cum_seqlens[0] is not None and cum_seqlens[0] is not cum_seqlens[1]
+    moving = packed or (bottom_right and any(each is not None for each in lengths))
+    # Sequences that have the same boundaries on both sides are aligned at either end as their indices are.
+    shifted = bottom_right and not moving and cum_seqlens[0] is None
+    offset = further if shifted else 0
+    return Band(-FAR if left is None else offset - left, FAR if right is None else offset + right), moving
+
+
+def _longest(cum_seqlens: Pair) -> int | None:
+    """Tokens of the longest of packed sequences if the host has their boundaries, which are the same for the keys."""
+    bounds = cum_seqlens[0]
+    if bounds is not cum_seqlens[1] or not on_host(bounds):
+        return None
+    return max(1, int(np.diff(np.asarray(bounds)).max(initial=1)))
+
+
+def _mask_arrays(shape: ScoreShape, segment_ids: Pair, lengths: Pair, cum_seqlens: Pair) -> dict[str, Any]:
+    """The arrays that mask, by field."""
+    found: dict[str, Any] = {}
+    if is_given("cum_seqlens_q", "cum_seqlens_k", cum_seqlens):
+        check_alone(segment_ids, lengths)
+        found["q_bounds"], found["kv_bounds"] = packed_bounds(shape.batch, cum_seqlens)
+    if is_given("q_segment_ids", "kv_segment_ids", segment_ids):
+        ids = segments_mask(shape, segment_ids)
+        found |= {"q_ids": ids.q_segment_ids, "kv_ids": ids.kv_segment_ids}
+    mask = lengths_mask(shape, lengths)
+    return found | {"q_lengths": mask.q_lengths, "kv_lengths": mask.kv_lengths}
+
+
+def check_refused(bias: object, mask: object, options: Mapping[str, Any]) -> None:
+    """Raises for arguments that are of all pairs of queries and keys."""
+    # Without dropout a seed may be given, as to ``flash_attention``.
+    probability = options.get("dropout_prob") or None
+    given = [name for name, each in (("bias", bias), ("mask", mask), ("dropout_prob", probability)) if each is not None]
+    if given:
+        raise ValueError(
+            f"attention over a split sequence takes no {' or '.join(given)}: it is of all pairs of queries and keys, "
+            "of which a device has some; mask by causal, sliding_window, segment ids, lengths or cumulative lengths"
+        )

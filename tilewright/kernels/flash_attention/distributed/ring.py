@@ -35,19 +35,17 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from tilewright.kernels.flash_attention.distributed.call import ContextCall, MaskArrays, mask_of
+from tilewright.kernels.flash_attention.distributed.inputs import ContextInputs
+from tilewright.kernels.flash_attention.distributed.masks import mask_of
 from tilewright.kernels.flash_attention.distributed.plan import Rectangle, Segment, Step, ring_steps, segments
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.operands import by_row
 from tilewright.kernels.flash_attention.results import row_terms, sinks_gradient
-from tilewright.kernels.masks import Mask
 from tilewright.kernels.numerics.softmax import accumulation_dtype, finite_shift
-from tilewright.kernels.op.portfolio import Portfolio
 from tilewright.kernels.op.sharding import AxisName, vary_over, varying_axes
 from tilewright.kernels.op.xla_flags import permutes_by_copies
 from tilewright.ops.kernel.prepared import prepare
 
-type AttentionKernel = Portfolio[Any, Any]
 type Index = int | jax.Array
 type Range = tuple[int, int]
 
@@ -162,58 +160,27 @@ class Partial(NamedTuple):
         return Partial(self.out.astype(dtype), self.lse.astype(accumulation_dtype(self.out.dtype)))
 
 
-def ring_attention(
-    kernel: AttentionKernel,
-    call: ContextCall,
-    query: jax.Array,
-    keys: Keys,
-    sinks: jax.Array | None,
-    arrays: MaskArrays,
-) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def ring_attention(inputs: ContextInputs, cfg: object) -> tuple[jax.Array, jax.Array]:
     """``(out, lse)`` of this device's queries, with gradients for query, key, value and sinks; reverse mode only."""
-    operands = (query, *keys, sinks, arrays)
-    # Gradients of what several devices share are summed where the transpose of this widens the type.
-    query, key, value, ids, sinks, arrays = vary_over(varying_axes((operands, lax.axis_index(call.axis))), operands)
-    return _ring(kernel, call, query, key, value, sinks, (ids, arrays))
+    return _forward(inputs, cfg)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ring(
-    kernel: AttentionKernel,
-    call: ContextCall,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    sinks: jax.Array | None,
-    masking: tuple[jax.Array | None, MaskArrays],
-) -> tuple[jax.Array, jax.Array]:
-    return _forward(kernel, call, query, key, value, sinks, masking)[0]
-
-
-def _forward(
-    kernel: AttentionKernel,
-    call: ContextCall,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    sinks: jax.Array | None,
-    masking: tuple[jax.Array | None, MaskArrays],
-) -> tuple[Any, Any]:
-    ids, arrays = masking
-    steps = ring_steps(call.layout, call.static_band)
-    index = lax.axis_index(call.axis)
-    travelling = Travelling(Keys(key, value, ids))
+def _forward(inputs: ContextInputs, cfg: object) -> tuple[Any, Any]:
+    query, value, sinks = inputs.query, inputs.value, inputs.softmax_aux
+    steps = ring_steps(inputs.rows, inputs.static_band)
+    index = lax.axis_index(inputs.axis)
+    travelling = Travelling(Keys(inputs.key, value, inputs.kv_ids))
 
     def compute(
         context: StepContext, plan: Sequence[Rectangle], held: jax.Array | None, partial: Partial | None
     ) -> Partial:
         keys, found = travelling.keys(held), []
         for part in plan:
-            mask = _mask(call, arrays, keys.ids, index, context.shift, part)
-            inputs = _inputs(kernel, call, query, keys, part, mask, return_lse=True)
+            of_part = _inputs(inputs, keys, part, (index, context.shift), return_lse=True)
             # Backward kernels have no form that leaves SMs, so they are not told.
-            inputs = inputs.replace(beside_transfer=not context.last and not permutes_by_copies())
-            found.append((part.rows, kernel(inputs, cfg=call.cfg)))
+            of_part = of_part.replace(beside_transfer=not context.last and not permutes_by_copies())
+            found.append((part.rows, inputs.kernel(of_part, cfg=cfg)))
         if partial is None and context.separate.rows:
             shape = (*query.shape[:3], value.shape[3])
             out = _placed([(rows, out) for rows, (out, _) in found], shape, 1, query)
@@ -225,27 +192,26 @@ def _forward(
 
     def step(segment: Segment, carry: tuple[jax.Array | None, Partial | None], turn: Turn) -> Any:
         held, partial = carry
-        arriving = None if segment.hop_out is None else travelling.hop(held, call.axis, segment.hop_out)
+        arriving = None if segment.hop_out is None else travelling.hop(held, inputs.axis, segment.hop_out)
         partial = _on_device(segment, turn, index, compute, held, partial)
         return (held, partial) if arriving is None else lax.optimization_barrier((arriving, partial))
 
-    held = travelling.hop(None, call.axis, steps[0].shift if steps else 0)
+    held = travelling.hop(None, inputs.axis, steps[0].shift if steps else 0)
     _, partial = _over_steps(steps, step, (held, None))
     partial = _with_sinks(_nothing(query, value) if partial is None else partial, sinks)
     out = checkpoint_name(partial.out.astype(query.dtype), "flash_attention_out")
     lse = checkpoint_name(partial.lse, "flash_attention_residuals")
-    return (out, lse), (query, key, value, sinks, masking, out, lse)
+    return (out, lse), (inputs, out, lse)
 
 
-def _backward(kernel: AttentionKernel, call: ContextCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _backward(cfg: object, residuals: Any, cotangents: Any) -> tuple[ContextInputs]:
     # Without a barrier XLA takes the hops of the forward pass for those of this one, and keeps their results for it.
-    (query, key, value, sinks, (ids, arrays), out, lse), (d_out, d_lse) = lax.optimization_barrier(
-        (residuals, cotangents)
-    )
-    steps = ring_steps(call.layout, call.static_band)
-    index = lax.axis_index(call.axis)
+    (inputs, out, lse), (d_out, d_lse) = lax.optimization_barrier((residuals, cotangents))
+    query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.softmax_aux
+    steps = ring_steps(inputs.rows, inputs.static_band)
+    index = lax.axis_index(inputs.axis)
     dtype = accumulation_dtype(query.dtype)
-    travelling = Travelling(Keys(key, value, ids))
+    travelling = Travelling(Keys(key, value, inputs.kv_ids))
 
     def compute(
         context: StepContext, plan: Sequence[Rectangle], held: jax.Array | None, d_query: jax.Array | None
@@ -253,12 +219,11 @@ def _backward(kernel: AttentionKernel, call: ContextCall, residuals: Any, cotang
         keys, found = travelling.keys(held), []
         for part in plan:
             rows = slice(*part.rows)
-            mask = _mask(call, arrays, keys.ids, index, context.shift, part)
-            d_lse_part = (d_lse[:, :, rows],) if call.return_lse else ()
+            d_lse_part = (d_lse[:, :, rows],) if inputs.return_lse else ()
             # out and lse are those over all keys: P = exp(S − lse), and delta = rowsum(dO ∘ O) − dlse.
             results, d_results = (out[:, rows], lse[:, :, rows]), (d_out[:, rows], *d_lse_part)
-            inputs = _inputs(kernel, call, query, keys, part, mask, return_lse=call.return_lse)
-            gradients = kernel.gradients(("query", "key", "value"), results, d_results, inputs, cfg=call.cfg)
+            of_part = _inputs(inputs, keys, part, (index, context.shift), return_lse=inputs.return_lse)
+            gradients = inputs.kernel.gradients(("query", "key", "value"), results, d_results, of_part, cfg=cfg)
             found.append((part.rows, part.columns, gradients))
         if d_query is None:
             together = _placed if context.separate.rows else _summed
@@ -277,7 +242,7 @@ def _backward(kernel: AttentionKernel, call: ContextCall, residuals: Any, cotang
 
     def step(segment: Segment, carry: tuple[jax.Array | None, jax.Array | None, Any], turn: Turn) -> Any:
         held, d_query, gradients = carry
-        arriving, received = travelling.hop_both(held, gradients, call.axis, segment.hop_out, segment.hop_in)
+        arriving, received = travelling.hop_both(held, gradients, inputs.axis, segment.hop_out, segment.hop_in)
         d_query, contribution = _on_device(segment, turn, index, compute, held, d_query)
         # Only here does anything wait for what was received: the hop had the time of the kernels.
         gradients = contribution if received is None else received.astype(dtype) + contribution.astype(dtype)
@@ -285,21 +250,21 @@ def _backward(kernel: AttentionKernel, call: ContextCall, residuals: Any, cotang
             return held, d_query, gradients
         return lax.optimization_barrier((arriving, d_query, gradients))
 
-    held = travelling.hop(None, call.axis, steps[0].shift if steps else 0)
+    held = travelling.hop(None, inputs.axis, steps[0].shift if steps else 0)
     _, d_query, gradients = _over_steps(steps, step, (held, None, None))
     if d_query is None or gradients is None:  # no device has a visible pair
         d_query, gradients = jnp.zeros_like(query), travelling.no_contribution()
     # Complete, so that the rounding that comes anyway may come before the last hop, which nothing hides.
     complete = gradients.astype(key.dtype)
-    d_key, d_value = travelling.gradients(_hop(complete, call.axis, -steps[-1].shift if steps else 0))
+    d_key, d_value = travelling.gradients(_hop(complete, inputs.axis, -steps[-1].shift if steps else 0))
     # Of the sinks and the rows alone.
-    inputs = AttentionInputs(query, key, value, 1.0, softmax_aux=sinks)
-    terms = row_terms(inputs, out, lse, d_out, d_lse if call.return_lse else None)
-    d_sinks = sinks_gradient(inputs, *terms)
-    return d_query.astype(query.dtype), d_key, d_value, d_sinks, None
+    plain = AttentionInputs(query, key, value, 1.0, softmax_aux=sinks)
+    d_sinks = sinks_gradient(plain, *row_terms(plain, out, lse, d_out, d_lse if inputs.return_lse else None))
+    of_arrays = {**dict.fromkeys(inputs.arrays), "query": d_query.astype(query.dtype), "key": d_key, "value": d_value}
+    return (inputs.replace(**of_arrays | {"softmax_aux": d_sinks}),)
 
 
-_ring.defvjp(_forward, _backward)
+ring_attention.defvjp(_forward, _backward)
 
 
 def _over_steps(steps: Sequence[Step], step: Callable[..., Any], carry: Any) -> Any:
@@ -357,36 +322,30 @@ def _hop(array: jax.Array, axis: AxisName, by: int) -> jax.Array:
     return moved
 
 
-def _mask(
-    call: ContextCall, arrays: MaskArrays, kv_ids: jax.Array | None, index: jax.Array, shift: Index, part: Rectangle
-) -> Any:
-    """The mask of a rectangle: its band, and what arrays say of the positions of its rows and columns."""
-    rows, columns, layout = slice(*part.rows), slice(*part.columns), call.layout
-    source = (index.astype(jnp.int32) - shift) % layout.shards
-    return mask_of(
-        call,
-        arrays,
-        (layout.positions(index, layout.q_length)[rows], None if arrays.q_ids is None else arrays.q_ids[:, rows]),
-        (layout.positions(source, layout.kv_length)[columns], None if kv_ids is None else kv_ids[:, columns]),
-        part.band,
-    )
-
-
 def _inputs(
-    kernel: AttentionKernel,
-    call: ContextCall,
-    query: jax.Array,
+    inputs: ContextInputs,
     keys: Keys,
     part: Rectangle,
-    mask: Mask | None,
+    place: tuple[jax.Array, Index],
     *,
     return_lse: bool,
 ) -> AttentionInputs:
-    """The kernel's inputs for a rectangle."""
-    rows, columns = slice(*part.rows), slice(*part.columns)
-    arrays = query[:, rows], keys.key[:, columns], keys.value[:, columns], None, mask
-    (inputs,), _ = prepare(kernel, arrays, {"return_lse": return_lse, **dict(call.options)})
-    return cast(AttentionInputs, inputs)
+    """The kernel's inputs for a rectangle: its mask is its band, and what arrays say of its rows and columns.
+
+    Args:
+      place: the device's index, and the shift of the step.
+    """
+    rows, columns, layout, (index, shift) = slice(*part.rows), slice(*part.columns), inputs.rows, place
+    source = (index.astype(jnp.int32) - shift) % layout.shards
+    mask = mask_of(
+        inputs,
+        (layout.positions(index, layout.q_length)[rows], None if inputs.q_ids is None else inputs.q_ids[:, rows]),
+        (layout.positions(source, layout.kv_length)[columns], None if keys.ids is None else keys.ids[:, columns]),
+        part.band,
+    )
+    arrays = inputs.query[:, rows], keys.key[:, columns], keys.value[:, columns], None, mask
+    (found,), _ = prepare(inputs.kernel, arrays, {"return_lse": return_lse, **inputs.of_parts})
+    return cast(AttentionInputs, found)
 
 
 def _nothing(query: jax.Array, value: jax.Array) -> Partial:

@@ -1,4 +1,4 @@
-"""The strategies in which one call sees whole sequences: gathered keys and values, or some of the heads."""
+"""The plans in which one call sees whole sequences: gathered keys and values, or some of the heads."""
 
 import functools
 from typing import Any, cast
@@ -7,45 +7,31 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.flash_attention.distributed.call import ContextCall, MaskArrays, mask_of, order_matters
+from tilewright.kernels.flash_attention.distributed.inputs import ContextInputs
 from tilewright.kernels.flash_attention.distributed.layout import Layout
-from tilewright.kernels.flash_attention.distributed.ring import AttentionKernel, Keys
+from tilewright.kernels.flash_attention.distributed.masks import mask_of
+from tilewright.kernels.masks import Mask
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op.sharding import AxisName
 
 type Results = tuple[jax.Array, jax.Array]
 
 
-def gathered_attention(
-    kernel: AttentionKernel,
-    call: ContextCall,
-    query: jax.Array,
-    keys: Keys,
-    sinks: jax.Array | None,
-    arrays: MaskArrays,
-) -> Results:
+def gathered_attention(inputs: ContextInputs, cfg: object) -> Results:
     """``(out, lse)`` of this device's queries, from the keys and values of all devices."""
-    layout, axis = call.layout, call.axis
-    key, value = (_gathered(each, axis, layout) for each in (keys.key, keys.value))
-    ids = None if keys.ids is None else layout.in_order(lax.all_gather(keys.ids, axis, axis=1, tiled=True), 1)
+    layout, axis, kv_ids = inputs.rows, inputs.axis, inputs.kv_ids
+    key, value = (_gathered(each, axis, layout) for each in (inputs.key, inputs.value))
+    ids = None if kv_ids is None else layout.in_order(lax.all_gather(kv_ids, axis, axis=1, tiled=True), 1)
     # The offset of the queries is traced, so it is an array of positions; kernels classify their tiles by it.
     rows = layout.positions(lax.axis_index(axis), layout.q_length)
-    mask = mask_of(call, arrays, (rows, arrays.q_ids), (jnp.arange(key.shape[1], dtype=jnp.int32), ids), None)
-    return _call(kernel, call, query, key, value, mask, sinks)
+    mask = mask_of(inputs, (rows, inputs.q_ids), (jnp.arange(key.shape[1], dtype=jnp.int32), ids), None)
+    return _call(inputs.replace(key=key, value=value), mask, cfg)
 
 
-def ulysses_attention(
-    kernel: AttentionKernel,
-    call: ContextCall,
-    query: jax.Array,
-    keys: Keys,
-    sinks: jax.Array | None,
-    arrays: MaskArrays,
-) -> Results:
+def ulysses_attention(inputs: ContextInputs, cfg: object) -> Results:
     """``(out, lse)`` of this device's queries, from calls on whole sequences with a part of the heads each."""
-    layout, axis = call.layout, call.axis
+    layout, axis, in_order = inputs.rows, inputs.axis, inputs.order_matters
     # Segment ids go with their rows, so that without positions the order of the devices is as good as any.
-    in_order = order_matters(call, arrays)
 
     def to_heads(x: jax.Array) -> jax.Array:
         rows = lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
@@ -62,28 +48,24 @@ def ulysses_attention(
         return cast(jax.Array, lax.all_to_all(rows, axis, split_axis=length_axis, concat_axis=head_axis, tiled=True))
 
     # Consecutive query heads share a key head, so equal parts of both kinds of heads belong together.
-    heads = query.shape[2] // layout.shards
+    heads, sinks = inputs.query.shape[2] // layout.shards, inputs.softmax_aux
     if sinks is not None:
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis).astype(jnp.int32) * heads, heads)
-    query, key, value = to_heads(query), to_heads(keys.key), to_heads(keys.value)
+    query, key, value = (to_heads(each) for each in (inputs.query, inputs.key, inputs.value))
     rows, columns = (jnp.arange(each.shape[1], dtype=jnp.int32) for each in (query, key))
-    mask = mask_of(call, arrays, (rows, ids_of(arrays.q_ids)), (columns, ids_of(keys.ids)), call.band)
-    out, lse = _call(kernel, call, query, key, value, mask, sinks)
+    mask = mask_of(inputs, (rows, ids_of(inputs.q_ids)), (columns, ids_of(inputs.kv_ids)), inputs.band)
+    part = inputs.replace(query=query, key=key, value=value, softmax_aux=sinks)
+    out, lse = _call(part, mask, cfg)
     return to_rows(out, 1, 2), to_rows(lse, 2, 1)
 
 
-def _call(
-    kernel: AttentionKernel,
-    call: ContextCall,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mask: Any,
-    sinks: jax.Array | None,
-) -> Results:
-    options = dict(call.options) | {"softmax_aux": sinks, "return_lse": call.return_lse}
-    found = kernel(query, key, value, None, mask, cfg=call.cfg, **options)
-    if call.return_lse:
+def _call(inputs: ContextInputs, mask: Mask | None, cfg: object) -> Results:
+    query, options = inputs.query, inputs.of_parts
+    found = inputs.kernel(
+        query, inputs.key, inputs.value, None, mask,
+        softmax_aux=inputs.softmax_aux, return_lse=inputs.return_lse, cfg=cfg, **options,
+    )  # fmt: skip
+    if inputs.return_lse:
         return cast(Results, found)
     # Nobody reads it: XLA removes it with the transfers that it would need.
     return found, jnp.zeros((query.shape[0], query.shape[2], query.shape[1]), accumulation_dtype(query.dtype))

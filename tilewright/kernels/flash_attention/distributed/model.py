@@ -1,17 +1,16 @@
-"""The choice of a strategy by a model of its time in a training step, on GPUs of one host.
+"""The choice of a plan by a model of its time in a training step, on GPUs of one host.
 
 Constants are fitted to two H100 with 32 heads on 8 of 128: 1024 to 32768 tokens on each device, causal and packed
 (benchmarks/results/nvidia-h100-80gb-hbm3/context_parallel_variants.json). Predictions are within 7 % there from 2048
 tokens on for rings and exchanged heads, 18 % for gathered keys.
 """
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
-from tilewright.kernels.flash_attention.distributed.layout import Layout
+from tilewright.kernels.flash_attention.distributed.inputs import ContextInputs
 from tilewright.kernels.flash_attention.distributed.plan import ring_steps
 from tilewright.kernels.flash_attention.masking import Band
 from tilewright.ops.utils.known_devices import measured_rates
@@ -59,83 +58,67 @@ MAX_GATHERED_BYTES = 4 << 30
 """Bytes of keys and values of all devices beyond which they are not gathered."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sizes:
-    """The sizes of a device's part."""
-
-    layout: Layout
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    itemsize: int
-
-    @property
-    def query_bytes(self) -> int:
-        """Bytes of the query and the output."""
-        return self.batch * self.layout.q_length * self.heads * (self.head_dim + self.value_dim) * self.itemsize
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes of key and value."""
-        return self.batch * self.layout.kv_length * self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
-
-    @property
-    def pair_ms(self) -> float:
-        """Milliseconds of a visible pair of query and key in all heads."""
-        return 2 * self.batch * self.heads * (self.head_dim + self.value_dim) / FLOPS
-
-    @property
-    def ulysses_reason(self) -> str:
-        """The reason why heads cannot be split over the devices; empty if they can."""
-        shards = self.layout.shards
-        if self.heads % shards or self.kv_heads % shards:
-            return (
-                f"{shards} devices must divide the query heads and the key heads, got {self.heads} and {self.kv_heads}"
-            )
-        return ""
+def query_bytes(inputs: ContextInputs) -> int:
+    """Bytes of a device's query and output."""
+    batch, length, heads, head_dim = inputs.query.shape
+    return batch * length * heads * (head_dim + inputs.value.shape[3]) * inputs.query.dtype.itemsize
 
 
-def best_strategy(sizes: Sizes, band: Band, documents: bool = False) -> StrategyName:
+def key_bytes(inputs: ContextInputs) -> int:
+    """Bytes of a device's key and value."""
+    return (inputs.key.size + inputs.value.size) * inputs.key.dtype.itemsize
+
+
+def pair_ms(inputs: ContextInputs) -> float:
+    """Milliseconds of a visible pair of query and key in all heads."""
+    batch, _, heads, head_dim = inputs.query.shape
+    return 2 * batch * heads * (head_dim + inputs.value.shape[3]) / FLOPS
+
+
+def ulysses_reason(inputs: ContextInputs) -> str:
+    """The reason why heads cannot be split over the devices; empty if they can."""
+    devices, heads, kv_heads = inputs.devices, inputs.query.shape[2], inputs.key.shape[2]
+    if heads % devices or kv_heads % devices:
+        return f"{devices} devices must divide the query heads and the key heads, got {heads} and {kv_heads}"
+    return ""
+
+
+def best_strategy(inputs: ContextInputs) -> StrategyName:
     """The strategy of the least predicted time among those that can serve the call; the ring if it is about as fast."""
-    times = predicted_ms(sizes, band, documents)
-    if sizes.layout.shards * sizes.key_bytes > MAX_GATHERED_BYTES:
+    times = predicted_ms(inputs)
+    if inputs.devices * key_bytes(inputs) > MAX_GATHERED_BYTES:
         del times["all_gather"]
     return min(times, key=lambda name: times[name] * (1.0 if name == "ring" else MARGIN))
 
 
-def predicted_ms(sizes: Sizes, band: Band, documents: bool = False) -> dict[StrategyName, float]:
+def predicted_ms(inputs: ContextInputs) -> dict[StrategyName, float]:
     """Milliseconds of both passes for each strategy that can serve the call, in order of preference among equals.
 
     The ring hides a hop behind the kernels of its step, each of which ends with the device that has the most to do; the
     others move everything before and after one call.
-
-    Args:
-      documents: whether segment ids or packed sequences are part of the mask.
     """
-    layout, shards = sizes.layout, sizes.layout.shards
-    steps = ring_steps(layout, band)
-    work = np.array([step.areas() for step in steps] or [[0] * shards], float) * sizes.pair_ms
-    both, uneven = 1 + BACKWARD, DOCUMENTS if documents and shards > 1 else 1.0
-    ring = _ring_ms((uneven * work.max(axis=1)).tolist(), sizes)
+    shards, band, of_keys = inputs.devices, inputs.static_band, key_bytes(inputs)
+    steps = ring_steps(inputs.rows, band)
+    work = np.array([step.areas() for step in steps] or [[0] * shards], float) * pair_ms(inputs)
+    both, uneven = 1 + BACKWARD, DOCUMENTS if inputs.has_documents and shards > 1 else 1.0
+    ring = _ring_ms((uneven * work.max(axis=1)).tolist(), inputs)
     # Key, value and both gradients, each with a kernel that brings its rows into order.
-    gathered = 3 * (shards - 1) * sizes.key_bytes / LINK_BYTES + 4 * 2 * COLLECTIVE_MS
+    gathered = 3 * (shards - 1) * of_keys / LINK_BYTES + 4 * 2 * COLLECTIVE_MS
     by_array = 1.0 if band == Band() or shards == 1 else ARRAY_POSITIONS
     times: dict[StrategyName, float] = {
         "ring": ring,
         # dK and dV of all devices are float32.
         "all_gather": both * by_array * uneven * float(work.sum(axis=0).max()) + gathered,
     }
-    if not sizes.ulysses_reason:
-        moved = 2 * (sizes.query_bytes + sizes.key_bytes) * (shards - 1) / shards
+    if not ulysses_reason(inputs):
+        moved = 2 * (query_bytes(inputs) + of_keys) * (shards - 1) / shards
         times["ulysses"] = both * float(work.sum()) / shards + moved / LINK_BYTES + 8 * COLLECTIVE_MS
     return times
 
 
-def _ring_ms(work: Sequence[float], sizes: Sizes) -> float:
+def _ring_ms(work: Sequence[float], inputs: ContextInputs) -> float:
     """Milliseconds of a ring's steps, of which the device that has the most to do takes ``work`` forward."""
-    hop = sizes.key_bytes / LINK_BYTES
+    hop = key_bytes(inputs) / LINK_BYTES
     total = 0.0
     for number, ms in enumerate(work):
         last = number == len(work) - 1
@@ -144,22 +127,6 @@ def _ring_ms(work: Sequence[float], sizes: Sizes) -> float:
         sent = (0 if last else hop) + (2 * hop if number else 0)
         total += max(BACKWARD * ms, sent + COLLECTIVE_MS if sent else 0.0)
     # The partial result and dQ are read and written in float32, and what is added to them is read.
-    merging = 10 * (sizes.query_bytes / sizes.itemsize) / MEMORY_BYTES * (len(work) - 1)
+    merging = 10 * (query_bytes(inputs) / inputs.query.dtype.itemsize) / MEMORY_BYTES * (len(work) - 1)
     home = hop + COLLECTIVE_MS if len(work) > 1 else 0.0
     return total + 2 * STEP_MS * len(work) + merging + home
-
-
-def check_strategy(strategy: str, sizes: Sizes, band: Band, documents: bool) -> StrategyName:
-    """The strategy that runs.
-
-    Raises:
-      ValueError: there is none of that name, or it cannot serve the call.
-    """
-    if strategy == "auto":
-        return best_strategy(sizes, band, documents)
-    known: Mapping[str, StrategyName] = {"ring": "ring", "all_gather": "all_gather", "ulysses": "ulysses"}
-    if strategy not in known:
-        raise ValueError(f"{strategy=} must be 'auto', 'ring', 'all_gather' or 'ulysses'")
-    if strategy == "ulysses" and sizes.ulysses_reason:
-        raise ValueError(f"strategy='ulysses' splits the heads: {sizes.ulysses_reason}; use 'ring' or 'all_gather'")
-    return known[strategy]

@@ -1,0 +1,137 @@
+"""Ops over the devices of a mesh axis, called inside ``shard_map`` by each of them with its part of the arrays.
+
+Their backends are plans: ways to move data between the devices, by collectives or by a kernel, around calls of other
+ops on the parts. A plan is chosen like any backend: explained, measured on a mesh, locked, agreed by all processes.
+"""
+
+import abc
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.choice import Choice, Platform
+from tilewright.kernels.op.choosing import ChoosingOp
+from tilewright.kernels.op.inputs import OpInputs, static
+from tilewright.kernels.op.sharding import AxisName, Partitioning, axis_names, vary_over, varying_axes
+from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.stable_ids import stable_id
+
+
+class DistributedInputs(OpInputs):
+    """A device's part of a call over the devices of a mesh axis.
+
+    Attributes:
+      devices: the number of devices along the axis.
+      strategy: the name of the plan that the caller wants; "auto" for any.
+      axis: the mesh axis, or several. Its name changes no program, so it is in no key.
+    """
+
+    devices: int = static(kw_only=True)
+    strategy: str = static(default="auto", role="call", kw_only=True)
+    axis: AxisName = static(default="devices", role="stage", kw_only=True)
+
+
+@stable_id("tilewright/distributed.PlanParams")
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanParams:
+    """The config of a plan.
+
+    Attributes:
+      parts: the config of every call that a device makes; ``None`` chooses one for each.
+    """
+
+    parts: Any = None
+
+
+class Plan[Inputs: DistributedInputs, Results](Implementation[Inputs, Results, PlanParams, PlanParams], abc.ABC):
+    """A way to compute a call over several devices; ``algorithm`` is its name."""
+
+    platform: ClassVar[Platform] = Platform.MESH
+    forward_params: ClassVar[type] = PlanParams
+    backward_params: ClassVar[type] = PlanParams
+    forward_mode: ClassVar[bool] = True
+    symbolic_dimensions: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def plan_reasons(self, inputs: Inputs, device: Device) -> list[str]:
+        """Every reason why the plan cannot serve a call, in either direction."""
+
+    @abc.abstractmethod
+    def is_best(self, inputs: Inputs, device: Device, direction: Direction) -> bool:
+        """True if a model predicts the least time for it."""
+
+    def reasons(self, inputs: Inputs, device: Device, direction: Direction) -> list[str]:
+        wanted = inputs.strategy in ("auto", self.algorithm)
+        return ([] if wanted else [f"the caller wants strategy={inputs.strategy!r}"]) + self.plan_reasons(
+            inputs, device
+        )
+
+    def candidates(self, inputs: Inputs, device: Device, direction: Direction) -> Iterable[PlanParams]:
+        return [PlanParams()]
+
+    def deprioritized(self, inputs: Inputs, device: Device, direction: Direction) -> bool:
+        return not self.is_best(inputs, device, direction)
+
+
+class TracedPlan[Inputs: DistributedInputs, Results](Plan[Inputs, Results], abc.ABC):
+    """A plan that JAX differentiates: an op of such plans has no gradients of its own."""
+
+    def backward(self, inputs: Inputs, results: Results, cotangents: Results, params: PlanParams) -> dict[str, Any]:
+        raise NotImplementedError("JAX differentiates the forward pass of this plan")
+
+
+class DistributedOp[Inputs: DistributedInputs, Results](ChoosingOp[Inputs, Results], abc.ABC):
+    """An op whose backends are plans; ``platform`` of its inputs is that of the calls on the parts."""
+
+    def check_strategy(self, inputs: Inputs, device: Device) -> None:
+        """Raises unless there is a plan of the name that the caller gave, which can serve the call.
+
+        Raises:
+          ValueError: there is none, or it cannot.
+        """
+        if inputs.strategy == "auto":
+            return
+        plans = {each.algorithm: each for each in self.backends.usable}
+        if inputs.strategy not in plans:
+            names = ", ".join(map(repr, ("auto", *plans)))
+            raise ValueError(f"strategy={inputs.strategy!r} must be one of {names}")
+        why = plans[inputs.strategy].not_supported_reasons(inputs, device, "forward")
+        if why:
+            raise ValueError(f"strategy={inputs.strategy!r} cannot serve this call: {'; '.join(why)}")
+
+    def completed(self, inputs: Inputs) -> Inputs:
+        """The inputs with types that vary over the axis, as all results do."""
+        axes = frozenset[str]()
+        with contextlib.suppress(NameError):  # while a program is only described, there is no axis
+            axes = varying_axes(lax.axis_index(inputs.axis))
+        return vary_over(axes | varying_axes(inputs), inputs) if axes else inputs
+
+    def partitioning(self, inputs: Inputs) -> Partitioning | None:
+        """None: the caller's ``shard_map`` has split the call."""
+        return None
+
+    def _allowed(self, inv: Invocation[Choice, Any]) -> tuple[Platform, ...] | None:
+        return None
+
+    def unmeasurable(self, inv: Invocation[Choice, Any]) -> str:
+        found, wanted = len(jax.local_devices(backend=inv.target.kind)), self.inputs_of(inv).devices
+        return "" if found >= wanted else f"needs {wanted} devices of this process, which has {found}"
+
+    def measured(self, inv: Invocation[Choice, Any], function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of one part as one of a mesh of this process's devices, all of which get the same part.
+
+        Its results are those of the first device.
+        """
+        inputs, names = self.inputs_of(inv), axis_names(self.inputs_of(inv).axis)
+        devices = np.array(jax.local_devices(backend=inv.target.kind)[: inputs.devices])
+        mesh = jax.sharding.Mesh(devices.reshape(-1, *(1 for _ in names[1:])), names)
+        whole = PartitionSpec()
+        return jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
