@@ -1,4 +1,4 @@
-"""Attention on an accelerator beside its peers: forward, and backward alone, in TFLOP/s of device time.
+"""Attention on an accelerator beside its peers: forward and backward separately, in TFLOP/s of device time.
 
 Everything is compiled first, in threads; then one call after the other runs with the device to itself. Results are
 compared with the float32 oracle, on two heads at full length, before anything is timed; a wrong one is recorded as
@@ -126,7 +126,7 @@ VERSIONS_OF = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Method:
-    """How a run measures: ``device_time`` "cupti" sums the kernels of a call, "wall" trusts queued calls alone.
+    """How a run measures: ``device_time`` "cupti" sums the kernels of a call, "wall" trusts only queued calls.
 
     Attributes:
       pause: seconds for which the device idles before each turn; a card that has reached its power limit runs the
@@ -149,7 +149,7 @@ class Method:
 
 
 def forward_flops(operands: Operands) -> float:
-    """Of the two matrix products over the visible scores; plain causal attention counts as exactly half of full."""
+    """FLOPs of the two matmuls over the visible scores; plain causal attention counts as exactly half of full."""
     case = operands.case
     batch, heads, q_length, kv_length = case.score_shape
     blocks = [(q_length, kv_length)]
@@ -224,7 +224,7 @@ class Oracle:
                 said.append(f"{name}: not finite everywhere")
         for place, (exact, low) in zip(self.places, self.expected, strict=True):
             for name in exact.keys() & results.keys():
-                # A parameter's gradient is a sum over the batch, of which a place is one element.
+                # A parameter's gradient is a sum over the batch; a place is one element of the batch.
                 if name in ("bias", "softmax_aux") and self.case.batch > 1:
                     continue
                 got = self.part(name, results[name], place).reshape(exact[name].shape)
@@ -307,7 +307,7 @@ def wall_ms(call: Call, calls: int) -> float:
 
 
 def device_ms(call: Call, calls: int) -> list[float]:
-    """Milliseconds on the device: of jax's calls one by one, their kernels summed; of PyTorch's the mean of a queue."""
+    """Milliseconds on the device: for jax the summed kernels of each call, for PyTorch the mean of a queue."""
     if call.framework == "jax":
         return [sum(time_ms for _, time_ms in each) for each in kernels(call.function, call.args, calls)]
     torch = importlib.import_module("torch")
@@ -321,7 +321,7 @@ def device_ms(call: Call, calls: int) -> list[float]:
 
 
 def measure(named: Mapping[str, Call], method: Method) -> dict[str, dict[str, Any]]:
-    """Raw samples of every call, taken in turn, every second round backwards; why there are none of one that fails.
+    """Raw samples of every call, taken in turn, every second round in reverse order; for one that fails, the reason.
 
     The device idles before each turn, in which a call is measured by both clocks, one after the other.
     """
@@ -436,7 +436,7 @@ def versions() -> dict[str, str]:
 
 
 def driver() -> str | None:
-    """The driver, the power limit and the clocks as they stand."""
+    """The driver, the power limit and the current clocks."""
     query = "driver_version,power.limit,clocks.sm,clocks.max.sm,clocks.max.mem,temperature.gpu"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     try:

@@ -1,6 +1,6 @@
 """The implementations that ``benchmarks.attention`` measures, each as a forward and a backward call on the same arrays.
 
-The backward call is the backward pass alone: it takes what the forward pass left for it as arguments.
+The backward call is only the backward pass: it takes what the forward pass left for it as arguments.
 """
 
 import abc
@@ -47,7 +47,7 @@ OWN_ALGORITHMS = {
         Choice(Platform.CUDA, "fa4", Fa4ForwardParams()), Choice(Platform.CUDA, "fa4", Fa4BackwardParams())
     ),
 }
-"""Libraries that we call, which no platform names alone: their own choices of tiles."""
+"""Libraries that we call and that share their platform with other backends: their own choices of tiles."""
 
 _PLAIN = frozenset({"name", "batch", "q_length", "kv_length", "heads", "kv_heads", "head_dim", "dtype", "causal"})
 
@@ -88,7 +88,7 @@ class Operands:
         return cls(case, floats, extras, DROPOUT_SEED if case.dropout_prob else None, cotangent)
 
     def compile(self) -> Callable[[], "Operands"]:
-        """Of shapes: what draws the arrays; on the device, for half a gigabyte of them takes a host seconds."""
+        """The function that draws arrays of these shapes, on the device: half a gigabyte takes a host seconds."""
         wanted: dict[str, Any] = {**self.floats, "cotangent": self.cotangent}
 
         def normal(seed: jax.Array) -> dict[str, jax.Array]:
@@ -155,7 +155,7 @@ class Peer(abc.ABC):
       name: as it stands in the record.
       distribution: what must be installed, None where nothing need be.
       features: the fields of a case that it has a place for, beside sizes, dtype and causal.
-      without_gradient: the arrays of which it gives no gradient.
+      without_gradient: the arrays that it gives no gradient for.
     """
 
     name: str
@@ -240,7 +240,7 @@ class JaxPeer(Peer):
 
 
 def documents_mask(boundaries: jax.Array, length: int) -> jax.Array:
-    """Of a packed row, ``[1, 1, length, length]``: True within a document."""
+    """The mask of a packed row, ``[1, 1, length, length]``: True within a document."""
     document = jnp.searchsorted(boundaries, jnp.arange(length), side="right")
     return (document[:, None] == document[None, :])[None, None]
 

@@ -117,6 +117,6 @@ def plot(cells: Sequence[Mapping[str, Any]], path: Path, title: str, groups: Map
 
 
 def title(run: Mapping[str, Any]) -> str:
-    """Of the plot of a run."""
+    """The title of the plot of a run."""
     environment, method = run["environment"], run["method"]
     return f"Attention on {environment['device']}, {environment['time'][:10]}: TFLOP/s of {method['device_time']} time"

@@ -1,10 +1,10 @@
 """Attention at the shapes of published models, beside its peers: how much of it is as fast as the best of them.
 
 Ours is what a fresh machine chooses: no tuning, an empty cache, no builds. Each problem has a process of its own, which
-compiles beside the others at low priority, and then measures while it alone holds the device lock; all contenders of a
-problem take turns in one process. Results are compared with the float32 oracle before anything is timed, as in
-``benchmarks.attention``. XLA tries its tiles on the device when it compiles, which may disturb the measurement of
-another process: medians are compared, and by the device's clock.
+compiles beside the others at low priority, and then measures while no other process holds the device lock; all
+contenders of a problem take turns in one process. Results are compared with the float32 oracle before anything is
+timed, as in ``benchmarks.attention``. XLA tries its tiles on the device when it compiles, which may disturb the
+measurement of another process: medians are compared, and by the device's clock.
 
 ``python -m benchmarks.attention_zoo --jobs 12 --group dev --budget 540``; with ``--keep --missing`` the next call
 measures what the first had no time for. ``--report`` measures nothing.
@@ -116,7 +116,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a task: its cells, or why there are none."""
+    """The outcome of a task: its cells, or why there are none."""
 
     cells: tuple[dict[str, Any], ...] = ()
     compile_s: float | None = None
@@ -216,7 +216,7 @@ def _lower_priority() -> None:
 
 
 def carry_out(task: Task) -> Outcome:
-    """Compiles a problem, then measures it while nobody else does."""
+    """Compiles a problem, then measures it while no other process does."""
     problem = task.problem
     tuning: dict[str, Any] = {}
     chosen = contenders(task.peers)

@@ -5,7 +5,7 @@ sound or a text. The scale of the logits is always 1/√head_dim, which changes 
 have a length that no tile of 64 divides.
 
 Two rules, by position in the list sorted by name (0, 1, 2, 0, 1, 2, ...), say what a problem is for: the third ones
-(2) are held out, so nobody tunes a heuristic by them; the first ones (0) are also measured after tuning.
+(2) are held out: heuristics must not be tuned by them; the first ones (0) are also measured after tuning.
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ TUNED = f"{OURS} tuned"
 """Ours with the winner of a tuning."""
 
 LIBRARIES = ("cuda:cudnn", "cuda:fa4")
-"""Backends of ours that call somebody else's kernels: a cell that one of them serves is no merit of ours."""
+"""Backends of ours that call another library's kernels: a cell that one of them serves is not our merit."""
 
 NEAR = 0.95
 """A ratio of at least this much is within 5 % of the best peer."""
@@ -164,7 +164,7 @@ def summary(rows: Iterable[Row]) -> Summary:
 
 
 def summaries(rows: Sequence[Row]) -> dict[str, Summary]:
-    """Of all, the development set and the held-out set: each with and without the cells that a library served."""
+    """Of all, of the development and of the held-out set: each with and without cells that a library served."""
     sets = {
         "all": rows,
         "development": [row for row in rows if not row.held_out],

@@ -38,14 +38,14 @@ LIMIT = 1e-2
 """Difference of two results relative to the largest value: both are rounded to bfloat16 once."""
 
 QUEUED_SECONDS = 0.02
-"""Of one sample, about."""
+"""Approximate duration of one sample."""
 
 FLOPS = 700e12
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A program of one strategy, or of one device alone, and its operands."""
+    """A program of one strategy, or of one device without communication, and its operands."""
 
     op: str
     shape: tuple[int, int, int]

@@ -70,7 +70,7 @@ def interleaved(
 
 
 def queued(program: Callable[..., Any], operands: Sequence[Any], calls: int) -> Callable[[], Any]:
-    """A function that queues so many calls of a program and returns the last one's result."""
+    """A function that queues this many calls of a program and returns the last one's result."""
 
     def run() -> Any:
         for _ in range(calls - 1):

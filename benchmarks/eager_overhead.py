@@ -20,7 +20,7 @@ CALLS = 200
 
 
 def pairs() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
-    """For each subject the call on our side and the jitted function alone."""
+    """For each subject our call and the plain jitted function."""
     executor: Executor[Any, Any] = Executor(ConfigSelectorChain(ConfigCache()))
     kernel = Scale()
     x = jnp.ones(8)

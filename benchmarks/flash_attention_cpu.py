@@ -49,7 +49,7 @@ class Shape:
 
     @property
     def forward_flops(self) -> float:
-        """Of the two matrix products, for the visible scores alone."""
+        """Of the two matmuls, only for the visible scores."""
         visible = self.length * (self.length + 1) / 2
         return 4.0 * self.batch * self.heads * visible * self.head_dim
 

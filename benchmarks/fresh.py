@@ -172,7 +172,7 @@ def timed_program(function: Callable[..., Any], *args: Any) -> dict[str, float]:
 
 
 def calls_stage(stage: str, attention: Callable[..., jax.Array], sizes: Sizes) -> dict[str, Any]:
-    """A call alone, and then the same call in another program of the process."""
+    """A call by itself, and then the same call in another program of the process."""
     operands = jax.block_until_ready(call_operands(sizes, jnp.float32 if stage == "float32" else jnp.bfloat16))
 
     def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """Grouped matmuls on a GPU: device time beside ``jax.lax.ragged_dot``, tokamax, PyTorch, and a dense matmul.
 
-Of ours every backend that serves a case is measured with its first choice; those that decline are recorded with their
+Every backend of ours that serves a case is measured with its first choice; those that decline are recorded with their
 reasons. "dense" is cuBLAS on one matrix, of as many operations: what no grouped matmul that is bound by arithmetic
 exceeds by much. Results are compared with those of the XLA backend before anything is timed. Times are those of a
 call's kernels as CUPTI reports them, each call after as much memory was written as the L2 cache cannot hold, and
@@ -37,7 +37,7 @@ from tilewright.ops.utils.device import current_device
 KINDS = ("forward", "d_lhs", "d_rhs")
 REFERENCE = "tilewright xla"
 MAX_DIFFERENCE = 0.01
-"""Of a right result's norm: two roundings to bfloat16 differ by 0.003."""
+"""Relative to the norm of a right result: two roundings to bfloat16 differ by 0.003."""
 
 type Run = Callable[[], Any]
 
@@ -59,7 +59,7 @@ class Sizes:
             weights[self.groups // 2] = self.groups - 1
         elif self.shares == "zipf":
             weights = random.permutation(1 / np.arange(1, self.groups + 1))
-        elif self.shares == "eight":  # groups alone have rows
+        elif self.shares == "eight":  # only so many groups have rows
             weights = np.zeros(self.groups)
             weights[random.choice(self.groups, 8, replace=False)] = 1
         return random.multinomial(self.rows, weights / weights.sum()).astype(np.int32)
@@ -254,7 +254,7 @@ def line(cell: Mapping[str, Any]) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Of what is measured beside JAX."""
+    """Versions of the packages that are measured beside JAX."""
     found: dict[str, str | None] = {}
     for name in ("torch", "tokamax", "triton"):
         try:

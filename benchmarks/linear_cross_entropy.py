@@ -1,10 +1,10 @@
 """``linear_cross_entropy`` on a GPU: device time and memory beside the logits in memory, tokamax and PyTorch's kernels.
 
-Of ours every backend is measured with its first choice, with gradients from the forward pass and with recomputed ones.
+Every backend of ours is measured with its first choice, with gradients from the forward pass and with recomputed ones.
 Losses and gradients are compared with those of the XLA backend before anything is timed. Times are those of a call's
 kernels as CUPTI reports them, each call after as much memory was written as the L2 cache cannot hold; contenders take
-turns. Memory is what a program needs beside its operands and results; of PyTorch, the peak while it runs. "matmul" is
-cuBLAS on 8192³, by which figures of different cards are compared. ``python -m benchmarks.linear_cross_entropy``
+turns. Memory is what a program needs beside its operands and results; for PyTorch, the peak while it runs. "matmul" is
+cuBLAS on 8192³, which makes figures of different cards comparable. ``python -m benchmarks.linear_cross_entropy``
 """
 
 import argparse
@@ -37,7 +37,7 @@ from tilewright.ops.utils.device import current_device
 KINDS = ("forward", "both")
 REFERENCE = "tilewright xla, recomputed"
 MAX_DIFFERENCE = 0.01
-"""Of a right gradient's norm: that of the logits is rounded to bfloat16."""
+"""Relative to the norm of a right gradient: that of the logits is rounded to bfloat16."""
 
 CASES: dict[str, LinearCrossEntropyCase] = {
     **OP_CASES.by_device["gpu"],

@@ -37,7 +37,7 @@ TIME_GOAL, MEMORY_GOAL = 1.0, 0.1
 
 
 def programs(side: str, case: LinearCrossEntropyCase) -> dict[str, Callable[[], Any]]:
-    """The loss alone and with both gradients, and XLA's bytes of temporaries of the latter."""
+    """The loss without and with both gradients, and XLA's bytes of temporaries of the latter."""
     (x, weight, labels), options = case.arguments()
     peer: Any = dense(case)
 

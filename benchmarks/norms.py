@@ -2,9 +2,8 @@
 
 Times are those of a call's kernels as CUPTI reports them, whoever started them, each call after as much memory was
 written as the L2 cache cannot hold. Results are compared with the float32 oracle before anything is timed; a wrong one
-is recorded as wrong. Of ours the heuristic is measured and, with ``--sweep``, the candidates most like it. A round is
-one session of the profiler in which all contenders take turns.
-``python -m benchmarks.norms``
+is recorded as wrong. For our kernels the heuristic is measured and, with ``--sweep``, the candidates most like it. A
+round is one session of the profiler in which all contenders take turns. ``python -m benchmarks.norms``
 """
 
 import argparse
@@ -330,7 +329,7 @@ def _quack(work: Work, torch: Any, x: Any, weight: Any, d_out: Any) -> Run:
 
 
 def by_copy(work: Work) -> Run:
-    """A kernel that reads and writes as many bytes as x: what is added is not known when it is compiled."""
+    """A kernel that reads and writes as many bytes as x: the addend is unknown when it is compiled."""
     return functools.partial(jax.jit(lambda x, y: x + y), work.inputs.x, jnp.zeros((), work.inputs.x.dtype))
 
 
@@ -384,7 +383,7 @@ def sample(runs: Sequence[Run], size: int) -> list[Sample]:
     calls: list[Sample] = []
     flush = _flushing(size)
     for name, time_ms in kernels(Turns(runs, size), ())[0]:
-        # A function alone may have kernels of that name, and the flush is before all of them.
+        # The measured function may itself have kernels of that name; the flush comes before all of them.
         if name == flush and (len(runs) > 1 or not calls):
             calls.append([])
         else:
@@ -482,7 +481,7 @@ def checked(runs: Mapping[str, Run], want: Results) -> tuple[dict[str, Run], dic
 
 
 def run_cell(case: NormCase, direction: str, given: argparse.Namespace, every: Sequence[Any]) -> dict[str, Any]:
-    """One record: every contender's time, or why it has none; of a sweep the two fastest candidates again."""
+    """One record: every contender's time, or why it has none; after a sweep the two fastest candidates again."""
     work, take = Work.of(case, direction), wall_sample if given.wall else sample
     want = wanted(work)
     common: dict[str, Run] = {"copy": by_copy(work), **by_xla(work)}

@@ -68,7 +68,7 @@ class Smi:
 
 
 def calls_of(work: Work) -> dict[str, Call]:
-    """A mixed batch, its parts, what does its FLOPs and bytes alone, and a matrix product."""
+    """A mixed batch, its parts, kernels that do only its FLOPs or only its bytes, and a matmul."""
     query, key, value, table, lengths, cum = work.positional
     alone = np.diff(np.asarray(cum)) == 1
     call = jax.jit(functools.partial(ours(work, "cuda"), **work.keywords))

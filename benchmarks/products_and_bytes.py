@@ -18,13 +18,13 @@ from tilewright.kernels.cuda.toolchain import cutlass
 from tilewright.ops.utils.device import current_device
 
 PRODUCT_FLOPS = 2 * 128 * 256 * 128
-"""Of one product of a block."""
+"""FLOPs of one matmul of a block."""
 
 COPY_BYTES = 8192
-"""That a block reads at a time."""
+"""Bytes that a block reads at a time."""
 
 THREADS = 256
-"""Of a block, which leave a sum each."""
+"""Threads of a block; each leaves a sum."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Attention over a cache on an accelerator: bytes per second, beside what a device copy reaches in the same run.
 
-Beside ours, where they are installed: ejkernel's Triton kernels, and cuDNN on dense caches; of packed queries on Hopper
-also a kernel that computes as many FLOPs and reads as many bytes and does nothing else. Results are compared with the
-float32 oracle before anything is timed; a wrong one is recorded as wrong. Implementations take turns within a case.
-``python -m benchmarks.serving``; ``--sweep`` measures every candidate of our backends on a GPU instead.
+Beside ours, where they are installed: ejkernel's Triton kernels, and cuDNN on dense caches; for packed queries on
+Hopper also a kernel that computes as many FLOPs and reads as many bytes and does nothing else. Results are compared
+with the float32 oracle before anything is timed; a wrong one is recorded as wrong. Implementations take turns within a
+case. ``python -m benchmarks.serving``; ``--sweep`` measures every candidate of our backends on a GPU instead.
 """
 
 import argparse
@@ -193,7 +193,7 @@ def cudnn_dense(work: Work) -> Call:
 def contenders(work: Work, names: Sequence[str]) -> dict[str, Callable[[], Call]]:
     """How to make the call of every implementation that has a place for the case."""
     found: dict[str, Callable[[], Call]] = {}
-    # Pallas serves latents and packed queries alone, CUDA C++ the latter.
+    # Pallas serves only latents and packed queries, CUDA C++ only the latter.
     packed = work.inputs.cum_q_lens is not None
     in_pallas = packed or work.inputs.value is None
     for platform in (*(("cuda",) if packed else ()), *(("pallas",) if in_pallas else ()), "triton", "xla"):
@@ -259,7 +259,7 @@ class Oracle:
 def copy_bandwidth(method: Method, size: int) -> dict[str, Any]:
     """Bytes per second, read and written, of the fastest copy on the device: by the driver, or by a kernel of XLA's."""
     source = jnp.zeros(size // 2, jnp.bfloat16)
-    # What is added is not known when it is compiled, so that it stays a copy by a kernel.
+    # The addend is unknown when it is compiled, so that it stays a copy by a kernel.
     by_kernel = Call(jax.jit(lambda x, y: x + y), (source, jnp.zeros((), jnp.bfloat16)))
     # No kernel: CUPTI's timer does not see it. Many in a row, for the host's clock has to.
     by_driver = Call(jax.jit(jnp.copy), (source,))

@@ -2,7 +2,7 @@
 
 python -m benchmarks.speed_picture   # reads benchmarks/results/, writes docs/pictures/attention_h100.svg
 
-The text of the SVG follows from the records alone, so a test compares it with the committed file.
+The text of the SVG depends only on the records, so a test compares it with the committed file.
 """
 
 import json

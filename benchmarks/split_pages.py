@@ -88,7 +88,7 @@ OPS: dict[str, dict[str, Split]] = {
 
 
 def repeated(attend: Callable[..., jax.Array], calls: int) -> Callable[..., jax.Array]:
-    """So many calls, each with a query that nobody has before the result of the last call."""
+    """So many calls, each with a query that depends on the result of the call before."""
 
     def run(query: Any, pages: Any, table: Any, lengths: Any) -> jax.Array:
         def one(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -24,7 +24,7 @@ SHARE, SPLIT = "one device's share", "split"
 LIMIT = 2e-2
 """Difference of two results, relative to the largest value."""
 QUEUED = 8
-"""Calls of a sample, of which the last one is waited for."""
+"""Calls of a sample; only the last one is waited for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Call:
     Attributes:
       function: of the two arrays and an array of integers.
       specs: how the two are split.
-      whole, share: of so many devices the arguments of all, and of one with its share.
+      whole, share: for a number of devices, the arguments of all, and of one with its share.
     """
 
     function: Callable[..., jax.Array]

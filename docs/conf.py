@@ -70,7 +70,7 @@ COLON = "\ue000"  # stands for a colon that napoleon shall not see
 def _shorten_signature(
     app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    """Writes ``ArrayLike`` for the types that it stands for; a default that is no expression would end the parsing."""
+    """Writes ``ArrayLike`` for its types; a default that is not an expression would end the parsing."""
     if signature is not None:
         signature = ARRAY_LIKE.sub("ArrayLike", signature).replace("<factory>", "...")
     return signature, returns

@@ -267,7 +267,7 @@ def generate(
     attention: Attention,
     temperature: float = 0.7,
 ) -> Int[Array, " count"]:
-    """Draws ``count`` bytes after the prompt, of which the last ``length`` bytes are always the context."""
+    """Draws ``count`` bytes after the prompt; the last ``length`` bytes are always the context."""
 
     def draw(context: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         last = logits(parameters, context[None], config, attention)[0, -1]

@@ -1,6 +1,6 @@
 """Continuous batching over a paged cache: requests join and leave a running batch, each at its own place in its text.
 
-Every step is one program of fixed shapes: of each running request its next byte or a chunk of its prompt, packed.
+Every step is one program of fixed shapes: the next byte of each running request, or a chunk of its prompt, packed.
 """
 
 import collections

@@ -19,7 +19,7 @@ def source_files(root: Path | None = None) -> list[Path]:
 
 
 def in_validation(name: str) -> bool:
-    """Whether a file is held out: decided by its name alone, so a new Python keeps the split."""
+    """Whether a file is held out: decided only by its name, so a new Python keeps the split."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:4], "big") < _VALIDATION_SHARE * 2**32
 

@@ -1,4 +1,4 @@
-"""What must stand before jax is imported, the suites, the hypothesis profiles, and a limit to what JAX keeps."""
+"""Environment to set before importing jax, the suites, the hypothesis profiles, and a cap on JAX's caches."""
 
 import gc
 import itertools
@@ -52,8 +52,8 @@ settings.register_profile("full", max_examples=100, print_blob=True, **_COMMON)
 settings.load_profile(os.environ.get("TILEWRIGHT_HYPOTHESIS_PROFILE", "dev"))
 
 
-# A compiled program is several mappings of memory, of which Linux gives a process 65530; at the next one LLVM ends it.
-# The caches of JAX keep every program, and these tests make enough of them.
+# A compiled program takes several memory mappings. Linux allows a process 65530; at the next one LLVM ends it. The
+# caches of JAX keep every program, and these tests make enough of them.
 _MAX_MAPPINGS = 25_000
 _TESTS_BETWEEN_LOOKS = 20
 _tests = itertools.count(1)

@@ -35,7 +35,7 @@ def variables(text: str) -> set[str]:
 
 
 def read_in(folder: str) -> set[str]:
-    # Kernels' C++ is no Python constant; its macros are none of these.
+    # Kernels' C++ is not a Python constant; its macros do not count.
     return {name for file in (ROOT / folder).rglob("*.py") for name in variables(file.read_text())}
 
 

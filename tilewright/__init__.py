@@ -35,8 +35,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: a program that imports the framework alone need not wait for the ops, and the shell that asks the
-    # command line for completions, at every press of a key, not for JAX.
+    # On first use: a program that imports only the framework need not wait for the ops, and the shell, which asks the
+    # command line for completions at every press of a key, need not wait for JAX.
     if name in ("modules", "ops"):
         return importlib.import_module(f"tilewright.{name}")
     if name in _HOMES:

@@ -1,6 +1,6 @@
 """Counts that say how a tree of Python reads: cycles of imports, repetitions, `Any`, sizes, comments and docstrings.
 
-Of sources in CUDA C++ the lines are counted, and nothing else.
+For sources in CUDA C++ only the lines are counted.
 
 python -m tools.counts               # a line for each count of tilewright/
 python -m tools.counts --show cycles # what is behind one of them, by the name at the end of its line
@@ -8,13 +8,13 @@ python -m tools.counts --show cycles # what is behind one of them, by the name a
 A cycle is a set of modules, or of rooms, that all reach each other by imports. Imports in functions, for type checkers
 and by strings count like any others. A string is an import if it is ``"package.module:Name"``, wherever it stands, or
 an argument of ``import_module``, also by way of a constant or a table of the module. An f-string counts as far as it is
-known without running the module. What only names a module is none: a logger, the module that a process is started with,
-a class's former name (``formerly=``).
+known without running the module. A string that only names a module is not an import: a logger, the module that a
+process is started with, a class's former name (``formerly=``).
 
-Rooms are compared in each folder: what lies in it, folders and files, imports one another as the modules within do. A
-file is a room of its own, above the folders that it imports. So an op that names its backends in the folders beside it,
-or a registry that names the ops, is no cycle, as long as nothing in those folders imports that very file; and two
-folders that name each other are one, even if no two modules do. Files of one folder count as modules only.
+Rooms are compared in each folder: its folders and files import one another as the modules within them do. A file is a
+room of its own, above the folders that it imports. So an op that names its backends in the folders beside it, or a
+registry that names the ops, is not a cycle, as long as nothing in those folders imports that very file; and two folders
+that name each other are one, even if no two modules do. Files of one folder count as modules only.
 """
 
 import argparse
@@ -134,7 +134,7 @@ def _is_former_name(node: ast.AST) -> bool:
 
 
 def imports_of(module: Module, names: Iterable[str]) -> set[str]:
-    """The modules among ``names`` that a module imports, in functions, for types alone and by strings too.
+    """The modules among ``names`` that a module imports, also in functions, only for types, and by strings.
 
     A package is imported before its modules by Python itself; that is counted where the package is named.
     """
@@ -191,7 +191,7 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def room_cycles(graph: Mapping[str, set[str]], packages: Iterable[str]) -> list[list[str]]:
-    """The cycles among what lies in each folder, at least one of them a folder; those of the outer folders first.
+    """The cycles among the entries of each folder, at least one of them a folder; those of the outer folders first.
 
     Args:
       graph: the imports of each module.
@@ -217,7 +217,7 @@ def room_cycles(graph: Mapping[str, set[str]], packages: Iterable[str]) -> list[
 
 
 def _code_lines(text: str, tree: ast.Module) -> list[tuple[int, str]]:
-    """The lines of code by number, without imports, comments, docstrings, and what is brackets alone."""
+    """The lines of code by number, without imports, comments, docstrings, and lines of only brackets."""
     skipped: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) or (
@@ -237,7 +237,7 @@ _NOT_CODE = frozenset(
 
 
 def repeated(modules: Iterable[Module], least: int = REPEATED_LINES) -> list[str]:
-    """The pairs of files, or a file with itself, that share runs of so many lines: those with the longest run first."""
+    """The pairs of files, or a file with itself, that share runs of this many lines, longest run first."""
     codes = [(module.path, _code_lines(module.text, module.tree)) for module in modules]
     places: dict[tuple[str, ...], list[tuple[int, int]]] = collections.defaultdict(list)
     for file, (_, lines) in enumerate(codes):

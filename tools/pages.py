@@ -18,7 +18,7 @@ def python_examples(text: str) -> list[str]:
 
 
 def links(text: str) -> list[str]:
-    """What a page links to, less the places within a page."""
+    """What a page links to, without anchors."""
     return re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
 
 

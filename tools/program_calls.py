@@ -196,7 +196,7 @@ class OpCall:
 
     Attributes:
       name: of the case, and of the options that it is made with.
-      is_feature: whether it is one of `FEATURES`, of which less is written about more.
+      is_feature: whether it is one of `FEATURES`; there are more of these, and less is written about each.
       sharded: the dimension of its arrays that is split over two devices.
     """
 
@@ -218,7 +218,7 @@ def feature_calls(known: Any, op: str, device: str) -> list[OpCall]:
     """The calls of an op with one option each, and those that two devices share."""
     base = BASES.get(op, "batch_8")
     if base not in known.kernel(op).cases.every:
-        return []  # an op of which no options are listed above
+        return []  # an op without options listed above
     found = []
     for settings in FEATURES.get(op, _SERVING):
         options = known.CallOptions(cases=(base,), extra=("dtype=bfloat16", *settings.split()))
@@ -250,7 +250,7 @@ def _call_of(known: Any, op: str, name: str, case: Any, *, is_feature: bool = Fa
 
 
 class _Zeros:
-    """A generator of random numbers of which those that fill large arrays cost nothing."""
+    """A generator of random numbers; those that fill large arrays cost nothing."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator

@@ -60,7 +60,7 @@ def value_text(value: Any) -> str:
 
 
 class _Writer:
-    """Writes the jaxprs of one program; an inner one that stands in several places is looked at once."""
+    """Writes the jaxprs of one program; an inner one that occurs several times is written once."""
 
     def __init__(self) -> None:
         self.sources: dict[str, str] = {}

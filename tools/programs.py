@@ -18,12 +18,11 @@ direction it holds
 - a hash of the config space, with what the kernel says of each config: reasons, bound and builds;
 - for up to `MAX_PARAMS` configs of each implementation (`MAX_FEATURE_PARAMS` of a call with options), spread over its
   part of the space, a hash of the program that would run (``program_text``), or the type of what was raised instead;
-- of a call with options also the programs under ``vmap``, and the oracle's.
+- for a call with options also the programs under ``vmap``, and the oracle's.
 
 Names of functions, comments, places and modules change nothing; the names of classes of configs and of parameters do,
-and in Triton kernels those of their own variables. Of a Triton kernel the source is compared, of a variant in CUDA C++
-the bytes that its group would be compiled from, comments included, of cuDNN and FlashAttention-4 what they would be
-given.
+and in Triton kernels those of their own variables. For a Triton kernel the source is compared; for a variant in CUDA
+C++ the bytes that its group would be compiled from, comments included; for cuDNN and FlashAttention-4 their arguments.
 
 What is not compared: what public functions do before and after the op, errors, caches and tuning; derivatives in
 forward mode; programs of more than one mapped axis, or split in other ways than ``program_calls.SHARDED``; rules for
@@ -102,7 +101,7 @@ def _failed(key: str, error: Exception) -> Entry:
 
 
 def sampled(configs: Sequence[Any], most: int) -> list[Any]:
-    """The configs of each implementation, or of many so many that are spread over them, first and last among them."""
+    """The configs of each implementation; at most ``most`` of them, evenly spread, with the first and the last."""
     by_implementation: dict[str, list[Any]] = {}
     for config in configs:
         by_implementation.setdefault(str(getattr(config, "implementation", "")), []).append(config)
@@ -265,7 +264,7 @@ def write_op(op: str, file: Path, dump: Path | None) -> None:
 
 
 def all_entries(ops: Sequence[str], jobs: int, dump: Path | None = None) -> dict[str, str]:
-    """The entries of several ops, by so many processes at once.
+    """The entries of several ops, by this many processes at once.
 
     Raises:
       CalledProcessError: one of them ended with an error, which it has printed.

@@ -1,4 +1,4 @@
-"""Builds the sdist and the wheel, and uses the wheel as a stranger would: installed alone, away from the repository.
+"""Builds the sdist and the wheel, and uses the wheel as a stranger would: by itself, away from the repository.
 
 python -m tools.wheel_test                                          # make wheel-test
 python -m tools.wheel_test --python python3.13 --require jax==0.11.2
@@ -62,7 +62,7 @@ class Failure(Exception):
 def files_of(root: Path) -> set[str]:
     """The files of the repository, relative to its root: what git knows or does not ignore.
 
-    Of an unpacked sdist, where no git is: what the sdist says that it holds.
+    In an unpacked sdist, without git: what the sdist says that it holds.
     """
     if (root / ".git").exists():
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -109,7 +109,7 @@ def _same(name: str, held: set[str], wanted: set[str]) -> None:
 def build(files: Iterable[str], folder: Path) -> tuple[Path, Path]:
     """The sdist of the repository's files, and the wheel that is built from that sdist; twine has checked both.
 
-    They are made of a copy: what earlier builds left in the repository would stand in for what MANIFEST.in leaves out.
+    They are made from a copy: leftovers of earlier builds would hide what MANIFEST.in leaves out.
     """
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="tilewright-build-") as place:

@@ -1,4 +1,4 @@
-"""What ptxas makes of Mosaic GPU kernels for an H100, on a machine that has none.
+"""What ptxas compiles from Mosaic GPU kernels for an H100, on a machine without one.
 
 Wants jax-cuda13-plugin and jax-cuda13-pjrt of jax's own version, nvidia-cuda-nvcc and nvidia-nvvm.
 """

@@ -3,7 +3,7 @@
 .aot/venv/bin/python -m tests.aot.registers write FILE   # before the change, in the environment of `make aot`
 .aot/venv/bin/python -m tests.aot.registers compare FILE # after it; exits with 1 if a kernel is worse
 
-Of the heuristic config of every Hopper case of attention, forward and backward, and of attention over a cache, it
+For the heuristic config of every Hopper case of attention, forward and backward, and of attention over a cache, it
 records for each kernel the registers per thread, the stack, the spills, the shared memory and a hash of the PTX.
 Kernels with the same hash run the same instructions, whatever names and lines their sources have.
 """

@@ -1,4 +1,4 @@
-"""The compiler's reports: of a kernel that fits its registers, of some that do not, and of texts of ptxas."""
+"""The compiler's reports on a kernel that fits its registers, on some that do not, and on texts of ptxas."""
 
 import functools
 from typing import Any

@@ -94,7 +94,7 @@ def each_config() -> Iterator[Any]:
         if backend.not_supported_reasons(inputs, DEVICE, direction):
             continue
         for number, params in enumerate(backend.candidates(inputs, DEVICE, direction)):
-            # Bands differ in arithmetic alone: the first config of each call stands for them.
+            # Bands differ only in arithmetic: the first config of each call stands for them.
             marks = () if not number else pytest.mark.slow
             yield pytest.param(name, direction, params, id=f"{name}-{direction}-{number}", marks=marks)
 

@@ -67,11 +67,11 @@ FEW_HEADS: dict[str, dict[str, Any]] = {
     "groups of two": {"heads": 16},
     "groups of three": {"heads": 24},
 }
-"""Of which four scalars at most are spilled, outside of the loop over keys."""
+"""At most four scalars are spilled, outside of the loop over keys."""
 
 
 def packed_inputs(fields: dict[str, Any]) -> Any:
-    """The inputs of a packed call, by shapes alone."""
+    """The inputs of a packed call, as shapes."""
     sizes = {"sequences": 64, "kv_length": 8192, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
     case = RaggedPageCase("", **sizes | {"q_lengths": (1, 1, 512)} | fields)
     return jax.eval_shape(functools.partial(inputs_of, "ragged_page_attention", case))

@@ -122,7 +122,7 @@ OTHER_CASES = [
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """One config of one call, by shapes alone."""
+    """One config of one call, as shapes."""
 
     name: str
     inputs: AttentionInputs

@@ -45,7 +45,7 @@ SPILLED_BY_TRITON_3_9 = {
 """Bytes that first choices for these calls spill with Triton 3.9. On an H100 no call takes Triton for them unless it
 is asked to."""
 
-# Of the first choice; every other candidate is compiled for what models do most.
+# Compiled with the first choice; every other candidate is compiled only for the most common calls.
 OPTIONS: dict[str, dict[str, Any]] = {
     "soft_cap": {"causal": True, "logits_soft_cap": 30.0},
     "window": {"causal": True, "sliding_window": 255},
@@ -72,7 +72,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """One config of one call, by shapes alone, for a card."""
+    """One config of one call, as shapes, for a card."""
 
     name: str
     card: str

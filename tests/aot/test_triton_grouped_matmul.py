@@ -38,12 +38,12 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 TUNED = ("large", "decode", "float32", "odd", "odd_decode")
-"""The calls of which every candidate is compiled; of the others the first choice."""
+"""Every candidate of these calls is compiled; of the other calls only the first choice."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """One config of one call, by shapes alone, for a card."""
+    """One config of one call, as shapes, for a card."""
 
     name: str
     card: str

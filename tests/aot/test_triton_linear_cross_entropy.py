@@ -43,12 +43,12 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 TUNED = ("large", "float32", "odd")
-"""The calls of which every candidate is compiled; of the others the first choice."""
+"""Every candidate of these calls is compiled; of the other calls only the first choice."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """One config of one call, by shapes alone, for a card."""
+    """One config of one call, as shapes, for a card."""
 
     name: str
     card: str
@@ -80,7 +80,7 @@ def compilations() -> Iterator[Compilation]:
     for (name, call), (card, device), direction in itertools.product(CALLS.items(), CARDS.items(), directions):
         inputs = inputs_of(**call)
         candidates: list[Any] = list(BACKEND.candidates(inputs, device, direction))
-        # Block sizes alone make no other kernels worth compiling, nor do gradients that are there.
+        # Other block sizes, or gradients that are there already, do not give other kernels worth compiling.
         if direction == "backward":
             candidates = [each for each in candidates if each.recompute]
         tile = lambda each: each.statistics if isinstance(each, TritonLossParams) else each.gradient

@@ -78,10 +78,10 @@ def test_what_is_behind(over: float | None, single: float, said: bool) -> None:
 
 
 REBUILT_SINCE = ("dropout_4k", "d192_v128_4k")
-"""Cases whose Hopper kernels are others since the recorded run: the tables that ship have none of their entries."""
+"""Cases whose Hopper kernels have changed since the recorded run: the tables that ship have no entries for them."""
 
 REMOVED = "d72_4k"
-"""The case whose winner on an H100, a kernel in CUDA C++, is gone: the table has the fastest of the others."""
+"""The case whose winner on an H100, a kernel in CUDA C++, was removed: the table has the fastest of the others."""
 
 
 @pytest.mark.parametrize(

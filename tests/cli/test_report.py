@@ -172,7 +172,7 @@ def test_the_plot_shows_every_sample_and_marks_chosen_and_default(tmp_path):
     (plot,) = page.tree.iter(f"{SVG}svg")
     points = points_of(plot, "samples")
     by_candidate = [{y for x, y in points if x == column} for column in sorted({x for x, _ in points})]
-    # With the median of an even number, which is no sample itself.
+    # With the median of an even number of samples, which is not a sample itself.
     assert [len(ys) for ys in by_candidate] == [3, 5, 3]
     medians = points_of(plot, "medians")
     assert medians == sorted(medians)  # fastest first,
@@ -227,7 +227,7 @@ def test_the_page_needs_nothing_and_runs_nothing(tmp_path):
 
 
 def all_texts(text):
-    """A call of which every string is ``text``."""
+    """A call whose strings are all ``text``."""
     candidates = (
         Candidate(text, (1.0, 2.0), check=text, heuristic=True),
         Candidate(text, (0.5,), check=text),

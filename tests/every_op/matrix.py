@@ -19,7 +19,7 @@ from tilewright.ops.utils.device import current_device
 
 @dataclasses.dataclass(frozen=True)
 class OpCall:
-    """One call of an op's public function: its arrays, and the options that are none."""
+    """One call of an op's public function: its arrays, and the options that are not arrays."""
 
     op: str
     args: tuple[Any, ...]

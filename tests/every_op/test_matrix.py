@@ -135,7 +135,7 @@ def sorted_by_sequences(arrays: list[Any]) -> list[Any]:
 
 
 def places(arrays: list[Any]) -> list[int]:
-    """Where each array stands in ``sorted_by_sequences``."""
+    """The position of each array in ``sorted_by_sequences``."""
     order = sorted(range(len(arrays)), key=lambda i: (arrays[i].ndim, arrays[i].shape))
     return [order.index(i) for i in range(len(arrays))]
 

@@ -25,7 +25,7 @@ WITHOUT_EFFECT = frozenset(
         "gradient_epsilon",
     }
 )  # fmt: skip
-"""Options that a case may have without changing a result on a CPU, or whose default is no call of the same arrays."""
+"""Options that change no result on a CPU, or whose default is not a call of the same arrays."""
 
 WITHOUT_CASE: dict[str, Any] = {
     "precision": jax.lax.Precision.HIGHEST,
@@ -33,7 +33,7 @@ WITHOUT_CASE: dict[str, Any] = {
     "keeps_gradients": True,
     "mask": jax.ShapeDtypeStruct((2, 5), np.bool_),
 }
-"""Values of options that no case has: of kl's small case the mask, and what only an op's own code passes."""
+"""Values of options that no case has: the mask of kl's small case, and what only an op's own code passes."""
 
 
 def options_of(op: str) -> set[str]:

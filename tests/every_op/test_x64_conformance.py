@@ -24,7 +24,7 @@ SERVING = {case.name: (op, dataclasses.replace(case, dtype="bfloat16")) for op, 
 
 
 def first_of(kinds: Iterable[tuple[str, Any]]) -> list[str]:
-    """Of each kind the first name."""
+    """The first name of each kind."""
     found: dict[Any, str] = {}
     for name, kind in kinds:
         found.setdefault(kind, name)

@@ -35,7 +35,7 @@ class LinenBlock(nn.Module):
 
 
 def linen_model(attention_fn: Any, dropout_rate: float = 0.0) -> Any:
-    """Three layers, scanned over and rematerialised but for the results of attention."""
+    """Three layers, scanned over and rematerialised except for the results of attention."""
     block = nn.scan(
         nn.remat(LinenBlock, prevent_cse=False, policy=NAMES),
         variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=3,

@@ -52,7 +52,7 @@ def test_the_gradients_are_those_without(checkpoint):
 
 
 def named_bytes(function, *arguments):
-    """The bytes that a checkpoint under the policy keeps, of all that is no argument."""
+    """The bytes that a checkpoint under the policy keeps, arguments not counted."""
     kept = saved_residuals(jax.checkpoint(function, policy=NAMES), *arguments)
     return sum(aval.size * aval.dtype.itemsize for aval, source in kept if "argument" not in source)
 

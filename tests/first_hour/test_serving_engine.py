@@ -97,7 +97,7 @@ class Engine:
             running = [request for request in running if len(request.answer) < request.count]
 
     def _batch(self, running: list[Request], counts: list[int]) -> dict[str, Any]:
-        """Arrays of fixed shapes; what is behind the running sequences is whatever was there."""
+        """Arrays of fixed shapes; entries after the running sequences keep what was there."""
         rng = np.random.default_rng(sum(counts))
         batch = {
             "tokens": np.zeros(MAX_TOKENS, np.int32),

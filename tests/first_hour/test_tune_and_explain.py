@@ -24,7 +24,7 @@ def layer(x, causal=False, name="full", *, scale=1.0, window=None):
 
 
 class Model(eqx.Module):
-    """A pytree with leaves that are no arrays."""
+    """A pytree with leaves that are not arrays."""
 
     weight: jax.Array
     activation: object = jax.nn.gelu
@@ -46,7 +46,7 @@ def train_step(model, x):
 
 
 def optax_step(parameters, x, optimiser):
-    """A step as Optax users write it, whose optimiser is no array."""
+    """A step as Optax users write it; its optimiser is not an array."""
     gradients = jax.grad(lambda p: layer(x * p).sum())(parameters)
     updates, _ = optimiser.update(gradients, optimiser.init(parameters))
     return optax.apply_updates(parameters, updates)

@@ -96,7 +96,7 @@ def test_candidates_at_real_sizes(case: GroupedMatmulCase, backend: Any):
 @pytest.mark.parametrize("scales", ["blocks", "number"])
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_float8(dtype: str, scales: Any):
-    """K of many steps, whose sums wgmma alone would round."""
+    """K of many steps: summed only by wgmma, the result would be rounded."""
     case = GroupedMatmulCase(
         "", rows=700, k=4112, n=520, groups=4, dtype=dtype, transpose_rhs=True, lhs_scale=scales, rhs_scale=scales,
         preferred_element_type="float32",

@@ -41,7 +41,7 @@ MEDIUM = dataclasses.replace(LARGE, tokens=1024, d=512, vocab=16000)
 
 @pytest.fixture(name="one_device")
 def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several GPUs XLA may split the tokens, which is for its own backend alone."""
+    """With several GPUs XLA may split the tokens, which only its own backend serves."""
     jax.clear_caches()
     monkeypatch.setattr(jax, "device_count", lambda *_: 1)
 

@@ -52,7 +52,7 @@ def with_gradients(function: Callable[..., Any], count: int) -> Callable[..., An
 
 
 def alike(got: Any, want: Any, rtol: float = 2.0**-6) -> None:
-    """Equal but for the rounding of bfloat16, by the largest value of each array."""
+    """Equal except for the rounding of bfloat16, relative to the largest value of each array."""
     for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         found, exact = (np.asarray(x, np.float32) for x in (mine, other))
         assert np.isfinite(exact).all()

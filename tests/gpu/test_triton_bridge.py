@@ -60,7 +60,7 @@ def test_products(size: int):
 @pytest.mark.skipif((current_device().capability or (0, 0)) < (9, 0), reason="has no TMA")
 @pytest.mark.parametrize("times", [1, 12])
 def test_scratch_memory(times: int):
-    """A descriptor of TMA lies in memory that the launch brings, also in the graph that XLA makes of many launches."""
+    """A TMA descriptor is in memory that the launch provides, also in a graph that XLA makes of many launches."""
     x = jax.random.normal(jax.random.key(0), (300, 64))
 
     def copied(x: Any) -> Any:

@@ -29,12 +29,12 @@ from tilewright.modules import ragged_page_attention
 from tilewright.ops.utils.datacarrier import FwdParams
 
 STEP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-20}
-"""What a value rounded to a dtype may be off, relative to one; of float32 also what sums are."""
+"""The rounding error of a dtype, relative to one; for float32 also that of sums."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A batch: of each sequence the new tokens and all tokens, and what the cache is like.
+    """A batch: the new tokens and all tokens of each sequence, and what the cache is like.
 
     Attributes:
       absent: sequences beyond ``num_seqs``, whose lengths, pages and boundaries are nonsense.
@@ -179,7 +179,7 @@ KERNEL_CASES = [
     ids=lambda case: case.name,
 )
 def test_as_jax_kernel(case: Case):
-    """Interpreted: of tokens behind the last sequence's it leaves whatever was there."""
+    """Interpreted, JAX's kernel does not write tokens after the last sequence's."""
     arrays = case.arrays()
     options = {"sm_scale": 0.088} | case.options
     with interpret_ragged_kernel():

@@ -41,7 +41,7 @@ def graph_of_all():
 
 
 def layer_of(name):
-    """The number of a module's layer; ``None`` if it is none of the framework's."""
+    """The number of a module's layer; ``None`` if it is not part of the framework."""
     at = (i for i, layer in enumerate(LAYERS) if any(name == part or is_in(name, part) for part in layer))
     return next(at, None) if name == "tilewright.errors" or is_in(name, "tilewright.ops") else None
 

@@ -14,5 +14,5 @@ def invoke(*arguments, code=0, **options):
 
 
 def one_device() -> str:
-    """The ``XLA_FLAGS`` of this process, but for the number of its devices: for programs that a user starts."""
+    """The ``XLA_FLAGS`` of this process except the number of devices: for programs that a user starts."""
     return " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)

@@ -74,7 +74,7 @@ int64_t tilewright_workspace(int64_t index, const int64_t* problem) { return pro
 void* tilewright_call(void* frame) { return frame; }
 """
 
-# The same for any other group, whose names stand before it.
+# The same for any other group, whose names come before it.
 _PLAIN = r"""
 #include <stdint.h>
 int64_t tilewright_abi(void) { return 1; }

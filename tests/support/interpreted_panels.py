@@ -25,7 +25,7 @@ from tilewright.kernels.numerics.dropout import LANES, keep_elements
 
 
 def patches() -> Iterator[tuple[Any, str, Any]]:
-    """What the interpreter puts in the place of aliased memory and of wgmma with strides."""
+    """The interpreter's replacements for aliased memory and for wgmma with strides."""
     yield shared, "panel_scratch", _scratch
     yield shared, "panel_references", lambda refs: (tuple(refs), tuple(refs))
     yield panels, "mma_of_panels", _mma

@@ -15,8 +15,8 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 def interpret_ragged_kernel() -> Iterator[None]:
     """Runs JAX's kernel by the interpreter, in programs that are traced in the context.
 
-    Up to JAX 0.12 the interpreter neither reads a reshaped or bitcast reference nor stores with a mask into a part of
-    one. Here the block that a copy brought is read whole, then reshaped, and what is masked is read and written back.
+    Up to JAX 0.12 the interpreter cannot read a reshaped or bitcast reference, or store with a mask into a part of one.
+    Here a copied block is read whole and then reshaped, and masked elements are read and written back.
     """
     with (
         mock.patch.object(kernel, "MultiPageAsyncCopyDescriptor", _WholeBlocks),

@@ -202,7 +202,7 @@ class KVBufferConfig:
 
     @property
     def shared_layout(self) -> SwizzledLayout:
-        """Where a strip lies in shared memory."""
+        """Where a strip is in shared memory."""
         rows, columns = self.block_tile
         if self.decode:
             return SwizzledLayout(row_major(rows, columns), self.swizzle)

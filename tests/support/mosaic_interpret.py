@@ -3,8 +3,8 @@
 Added: accumulators with an initial value (`pl.run_state`), wgmma with its first operand in registers, wgmma that is
 asynchronous to the race detector, TMA reductions and predicated TMA stores, reads of reshaped references, and named
 barriers of any thread count.
-What the interpreter does not model: blocks run one after another (or one cluster at a time), so what one block does
-to another's global memory is no race here; the order of TMA reductions is that of the grid.
+What the interpreter does not model: blocks run one after another (or one cluster at a time), so writing
+another block's global memory is never a race here; the order of TMA reductions is that of the grid.
 
 Every warpgroup waits in a thread of XLA's pool, which has few on a machine of few cores. With too few a kernel is
 called deadlocked that is not: scripts set XLA_FLAGS=--xla_force_host_platform_device_count=8, as tests/conftest.py
@@ -211,7 +211,7 @@ _jax_wait_barrier = shared_memory.Barrier.wait
 
 
 def _wait_barrier(self: Any, thread: Any, *args: Any, **kwargs: Any) -> None:
-    """Fails the kernel where JAX would wait for ever."""
+    """Fails the kernel where JAX would hang."""
     error = TimeoutError(f"{thread} has waited {_DEADLOCK_SECONDS} s for one barrier: the kernel is deadlocked")
     fail = functools.partial(self.shared_memory.set_failed, error, thread, False)
     with _watchdog.watching(fail):
@@ -584,7 +584,7 @@ def _copy_smem_to_gmem(*, predicate: Any, reduction_op: str | None, commit_group
         return _jax_copy_smem_to_gmem(predicate=None, reduction_op=None, commit_group=commit_group, **arguments)
     if reduction_op not in _REDUCTIONS:
         raise NotImplementedError(f"TMA reduction {reduction_op!r}; supported: {', '.join(_REDUCTIONS)}")
-    # The interpreter's accesses know no reshape; of what is copied whole it changes only the shape.
+    # The interpreter's accesses do not support reshapes; for a whole copy a reshape changes only the shape.
     source = arguments["src_transforms"]
     kept = tuple(one for one in source if not isinstance(one, state_types.ReshapeTransform))
     keys_and_accesses: dict[str, Any] = {}

@@ -155,5 +155,5 @@ class Warpgroup:
 
     @property
     def in_flight(self) -> int:
-        """Number of products that nobody has waited for."""
+        """Number of MMAs that have not been waited for."""
         return len(self._flight)

@@ -1,7 +1,7 @@
 """The three suites, each within the next: ``make quick``, ``make test``, ``make test-full``.
 
-A test without a marker is in all three, one marked ``slow`` is not in ``make quick``, and one marked ``full`` is in
-``make test-full`` alone. `sampled`, `crossed` and `covered` mark the parameters of one test.
+A test without a marker is in all three, one marked ``slow`` is not in ``make quick``, and one marked ``full`` is only
+in ``make test-full``. `sampled`, `crossed` and `covered` mark the parameters of one test.
 """
 
 import collections
@@ -46,7 +46,7 @@ def sampled(
 
 
 def crossed(*axes: Iterable[Any], times: int = 1, quick: int = 0) -> list[Any]:
-    """All combinations of the values of several axes, of which ``make test`` runs what `covered` chooses."""
+    """All combinations of the values of several axes; ``make test`` runs those that `covered` chooses."""
     return covered(itertools.product(*axes), lambda row: list(enumerate(map(repr, row))), times=times, quick=quick)
 
 
@@ -58,7 +58,7 @@ def covered(
     times: int = 1,
     quick: int = 0,
 ) -> list[Any]:
-    """Parameters of a test, of which ``make test`` runs some in which every property occurs.
+    """Parameters of a test; ``make test`` runs some of them, in which every property occurs.
 
     Args:
       values: All parameters.

@@ -80,7 +80,7 @@ def test_strings_that_import_are_found(package):
 
 
 def test_cycles_of_rooms(package):
-    """The registry and an op's backend are none, two ops that need each other are one."""
+    """A registry and an op's backend are not a cycle; two ops that need each other are."""
     folder = package(
         __init__="OPS = ('house.bed.op:Bed', 'house.desk.op:Desk')",
         bed__in____init__="",

@@ -123,7 +123,7 @@ def measure_function(call: NamedCall, *, iters: int) -> list[Measurement]:
 
 
 def _of_arrays(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Any]]:
-    """Makes a call a function of its arrays alone; all other arguments, Python numbers included, stay constant."""
+    """Makes a call a function of only its arrays; all other arguments, Python numbers included, stay constant."""
     leaves, tree = jax.tree.flatten(args)
     positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
 

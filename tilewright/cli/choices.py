@@ -41,7 +41,7 @@ def dtype_name(text: str, choices: Iterable[str], hint: str) -> str:
     """The full name of a dtype.
 
     Raises:
-      typer.BadParameter: it is none of the choices; the message lists them.
+      typer.BadParameter: it is not one of the choices; the message lists them.
     """
     name = text.strip().lower()
     return one_of(DTYPE_ALIASES.get(name, name), tuple(choices), "dtype", hint, original=text)
@@ -56,7 +56,7 @@ def one_of(word: str, choices: Iterable[str], noun: str, hint: str | None = None
       original: the user's text, if it differs from ``word``.
 
     Raises:
-      typer.BadParameter: the word is no choice; the message names the nearest one and lists all.
+      typer.BadParameter: the word is not a choice; the message names the nearest one and lists all.
     """
     known = tuple(choices)
     if word in known:

@@ -55,7 +55,7 @@ def _is_no_unloaded_warning(record: logging.LogRecord) -> bool:
 def full_id(entry: Entry) -> str:
     """The 32 hexadecimal digits at the end of an entry's file name; any unique prefix of them identifies the entry.
 
-    The shell completes them from the file names alone.
+    The shell completes them only from the file names.
     """
     return hashlib.sha256(canonical_json(tagged(entry.key)).encode()).hexdigest()[:32]
 

@@ -85,12 +85,12 @@ def _complain_of_missing_packages(file: Path) -> None:
 
 
 def stale_calls(op: str, table: Table) -> list[Invocation[Any, Any]]:
-    """The calls of an op whose entry in a table is stale, and those of its cases that have none."""
+    """The calls of an op whose entry in a table is stale, and its cases without an entry."""
     of_op, found = kernel(op), {}
     for entry in table.values():
         if entry.op == op and entry.is_stale(of_op):
             direction: Direction = "forward" if entry.direction == "forward" else "backward"
-            with contextlib.suppress(ValueError):  # of a class that is gone: no call can have this key any more
+            with contextlib.suppress(ValueError):  # its class was removed: no call can have this key any more
                 inv = Invocation.of_description(of_op, key_fields(entry.key), direction)
                 found[inv.key] = inv
     for case in of_op.cases.of_device(here().kind).values():

@@ -123,7 +123,7 @@ def _named_cases(name: str, cases: "OpCases[Any]", names: tuple[str, ...], kind:
 
 
 def op_call(name: str, case: Any, *, backward: bool, known: "KnownDevice | None" = None) -> NamedCall:
-    """One case of an op as a function of arrays alone; with ``backward`` it also returns the gradients."""
+    """One case of an op as a function of only arrays; with ``backward`` it also returns the gradients."""
     with user_mistakes():
         positional, keywords = case.arguments()
     backward = backward and find_op(name).differentiable

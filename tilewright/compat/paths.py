@@ -45,7 +45,7 @@ class FormerPaths:
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ in MODULES:
-            # An import returns what stands here in the end: the module itself, not a second one.
+            # An import returns the entry of `sys.modules` at its end: the module itself, not a second one.
             sys.modules[module.__name__] = importlib.import_module(MODULES[module.__name__])
 
 

@@ -1,1 +1,1 @@
-"""Adapters to other libraries' interfaces; each module is imported by its users alone, never by the package."""
+"""Adapters to other libraries' interfaces; each module is imported only by its users, never by the package."""

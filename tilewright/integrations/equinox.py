@@ -1,4 +1,4 @@
-"""Attention for Equinox: a module in the place of ``equinox.nn.MultiheadAttention``."""
+"""Attention for Equinox: a module that replaces ``equinox.nn.MultiheadAttention``."""
 
 from collections.abc import Callable
 from typing import Any, cast

@@ -45,13 +45,13 @@ def dot_product_attention(
       key: ``[batch..., kv_length, kv_heads, head_dim]``; ``kv_heads`` divides ``heads``.
       value: ``[batch..., kv_length, kv_heads, value_dim]``.
       bias: added to the logits; broadcastable to ``[batch..., heads, q_length, kv_length]``.
-      mask: of the same shapes: what is nonzero attends, whatever its dtype.
+      mask: of the same shapes and any dtype; nonzero means visible.
       broadcast_dropout: taken and not used: no two elements or heads drop the same positions.
       dropout_rng: a ``jax.random`` key, wanted where dropout is active.
       dropout_rate: the part of the probabilities to drop, in [0, 1).
       deterministic: whether there is no dropout.
       dtype: of the computation; inferred if ``None``.
-      precision: of the matrix products.
+      precision: of the matmuls.
       module: must be ``None``: attention weights that are never in memory cannot be sown.
       force_fp32_for_softmax: taken and not used: logits and sums are float32 always.
       einsum_dot_general: must be ``None``, like the two below: the kernels do their own products.

@@ -1,7 +1,7 @@
 """JAX's own serving functions, by their names, arguments and layouts, on any platform.
 
-JAX has these for TPUs, under ``jax.experimental.pallas.ops.tpu``. Here the library's own paged attention
-computes them, and reads their caches where they lie: no call copies one.
+JAX has these for TPUs, under ``jax.experimental.pallas.ops.tpu``. Here the library's own paged attention computes them,
+and reads their caches in place: no call copies one.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ WEAKEST_MASK_VALUE = -1e4
 class RaggedPagedAttention(PagedAttentionKernel):
     """Packed queries over pages in which keys and values lie side by side, read as latents are.
 
-    Of head ``h`` of a token the key and then the value lie side by side in memory, so ``[..., 2 · kv_heads, head_dim]``
-    is also ``[..., kv_heads, 2 · head_dim]``. A query that continues with zeros meets the key alone, and the second
-    half of the weighted sum is the output: bytes are read once, and each of the two products has twice the FLOPs.
+    The key and the value of a head of a token are adjacent in memory, so ``[..., 2 · kv_heads, head_dim]`` is also
+    ``[..., kv_heads, 2 · head_dim]``. A query padded with zeros is multiplied only with the key, and the second half of
+    the weighted sum is the output: bytes are read once, and each of the two matmuls has twice the FLOPs.
     """
 
     def __init__(self) -> None:
@@ -58,10 +58,10 @@ class RaggedPagedAttention(PagedAttentionKernel):
     ) -> PagedInputs:
         """The core's inputs of a call that `ragged_paged_attention` has checked, traced."""
         pages, page_size, combined, head_dim = kv_pages.shape
-        # In two steps: where the heads are split over devices, so is what the first one leaves of them.
+        # In two steps: if the heads are split over devices, the result of the first step is split too.
         halves = kv_pages.reshape(pages, page_size, combined // 2, 2, head_dim)
-        # Sequences from num_seqs on have neither tokens nor keys, whatever the arrays hold there. Where num_seqs is no
-        # place in them, JAX reads the nearest.
+        # Sequences from num_seqs on have neither tokens nor keys, whatever the arrays hold there. If num_seqs is out of
+        # bounds, JAX reads the nearest entry.
         sequence, count = jnp.arange(kv_lens.shape[0] + 1, dtype=jnp.int32), num_seqs[0]
         # Stored elements are keys and values, so they have one scale: that of values. Logits get the rest.
         return self.canonical(
@@ -207,7 +207,7 @@ def _ragged_arrays(
 class PagedAttention(PagedAttentionKernel):
     """One query token of each sequence over pages of one key head each, as JAX's kernels for decoding have them.
 
-    No head's page is another's, so each key head of each sequence is a sequence of its own, with one key head that all
+    Key heads do not share pages, so each key head of each sequence is a sequence of its own, with one key head that all
     of its query heads share.
     """
 

@@ -1,7 +1,7 @@
 """Biases of attention logits that are computed from positions, without an array of all pairs of a query and a key.
 
-``flash_attention(..., bias=)`` takes them in the place of an array. They are pytrees of their one array, so a transform
-of JAX maps, splits and differentiates them as it does that array.
+``flash_attention(..., bias=)`` takes them instead of an array. They are pytrees of their one array, so a transform of
+JAX maps, splits and differentiates them as it does that array.
 """
 
 import dataclasses

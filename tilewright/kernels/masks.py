@@ -320,7 +320,7 @@ class LengthMask(Mask):
     def classify(self, grid: TileGrid, *, static_only: bool = False) -> TileClasses:
         if static_only and not self.is_static:
             return _all_partial(grid)
-        # NumPy makes no array of symbolic dimensions.
+        # NumPy cannot make an array with symbolic dimensions.
         xp: Any = jnp if grid.is_symbolic else np
         classes: Any = xp.full((1, 1, grid.q_tiles, grid.kv_tiles), TileClass.FULL, np.int32)
         if self.q_lengths is not None:
@@ -359,7 +359,7 @@ class ExplicitMask(Mask):
     def classify(self, grid: TileGrid, *, static_only: bool = False) -> TileClasses:
         if static_only:
             return _all_partial(grid)
-        # ``low``: all of a tile is visible; ``high``: any of it. A dimension of 1 is not reduced, it stands for all its
+        # ``low``: all of a tile is visible; ``high``: any of it. A dimension of 1 is not reduced; it represents all its
         # tiles.
         low, high = self.array, self.array
         for axis, block in ((2, grid.block_q), (3, grid.block_k)):

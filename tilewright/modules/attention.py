@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# By its own name: a program may put ours in its place.
+# Imported under its own name: a program may replace `jax.nn.dot_product_attention` by ours.
 from jax.nn import dot_product_attention as jax_dot_product_attention
 from jax.typing import ArrayLike
 

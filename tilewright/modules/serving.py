@@ -1,8 +1,8 @@
 """Serving attention as functions: decoding and chunked prefill over a cache of keys and values, paged or dense.
 
-All are inference alone, run on the default executor, eagerly and under ``jit``, ``scan`` and ``vmap``, and read nothing
-on the host. What bad lengths and page tables do is the same for all and stands in docs/serving.md: they never reach
-memory that is not the call's own.
+All are only for inference, run on the default executor, eagerly and under ``jit``, ``scan`` and ``vmap``, and read
+nothing on the host. What bad lengths and page tables do is the same for all and is described in docs/serving.md: they
+never reach memory that is not the call's own.
 """
 
 from tilewright.kernels.paged_attention.context_parallel import (

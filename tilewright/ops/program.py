@@ -40,7 +40,7 @@ def lower(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) ->
       fn: see ``tune``.
 
     Raises:
-      TypeError: ``fn`` is no function, or it is lowered already and arguments were given.
+      TypeError: ``fn`` is not a function, or it is lowered already and arguments were given.
     """
     if isinstance(fn, jax.stages.Compiled):
         raise TypeError("a compiled program no longer holds all labels of its calls; give the function, or its Lowered")
@@ -141,7 +141,8 @@ def tune(
       fn: any function that ``jax.jit`` can trace; what ``jax.jit``, ``nnx.jit`` or ``eqx.filter_jit`` returned, with
         its own static arguments; or what their ``lower`` returned, without arguments.
       *args, **kwargs: the function's arguments, or ``ShapeDtypeStruct`` in their place. For a plain function, keywords
-        that are Python or NumPy numbers, bools or strings are static, and so is every leaf that is no array or number.
+        that are Python or NumPy numbers, bools or strings are static, and so is every leaf that is not an array or a
+        number.
       tuner: settings of the measurements.
       budget_s: seconds for the whole tuning, lowering and builds included; by default 120 for each kernel call,
         ``math.inf`` for no limit.
@@ -149,8 +150,8 @@ def tune(
       verify: check candidates against the kernels' references.
       reuse: ``False`` measures again what the cache already holds.
       confirm: run the function with the tuned configs and with those that would run untuned, alternating, and report
-        the faster in the result's ``confirmation``: a kernel that wins alone can lose beside others at the power limit.
-        It runs on copies of the arguments, a dozen times, after the tuning and in addition to its budget.
+        the faster in the result's ``confirmation``: a kernel that wins by itself can lose beside others at the power
+        limit. It runs on copies of the arguments, a dozen times, after the tuning and in addition to its budget.
       on_event: called with the events of the tuning, instead of showing the progress.
       chooser: the chain to store the winners in; the default executor's by default.
 

@@ -133,7 +133,7 @@ def stripped(library: Path, place: Path) -> Path:
     """A copy of an object without the symbols that only debuggers read, a quarter of it.
 
     Raises:
-      subprocess.CalledProcessError: it is no object.
+      subprocess.CalledProcessError: it is not an object file.
       FileNotFoundError: there are no binutils.
     """
     subprocess.run(("strip", "--strip-all", "-o", str(place), str(library)), check=True)
@@ -170,7 +170,7 @@ def make_wheel(
     """
     compiler, cuda = usable_compiler(groups)
     for name in _FLAGS:
-        os.environ.pop(name, None)  # what ships is compiled by our flags alone
+        os.environ.pop(name, None)  # what ships is compiled only with our flags
     progress = BuildProgress(stderr(), len(groups))
     print(
         f"{len(groups)} groups by nvcc {compiler.version}, for XLA's FFI {'.'.join(map(str, ffi_version()))} and later"

@@ -32,7 +32,7 @@ BOUNDS = {
     **dict.fromkeys(("lowest", "highest", "left", "right"), _ANYWHERE),
     "dtype": (0, 2),
 }
-"""The bounds of the tables' fields that are no sizes."""
+"""The bounds of the tables' fields that are not sizes."""
 
 
 @functools.cache

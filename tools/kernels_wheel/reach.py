@@ -13,7 +13,7 @@ from tilewright.kernels.cuda import AnyOf, DeviceField, Field, Group, MultipleOf
 from tilewright.kernels.cuda.table import Variant
 
 DEFAULT_BOUNDS = (1, 1 << 31)
-"""The bounds of a field of which nothing else is said: a size."""
+"""The default bounds of a field: those of a size."""
 
 type Bounds = Mapping[str, tuple[int, int]]
 """The least and the greatest value of fields."""
@@ -99,7 +99,7 @@ def _representatives(name: str, every: Iterable[Predicate], device: Mapping[str,
     values = sorted(value for value in near if low <= value <= high)
     if len(related) > 1:
         return values
-    # Of those that all requirements see alike one will do.
+    # One value is enough for all that the requirements do not tell apart.
     alike = {tuple(each.holds(Values({name: value}, device)) for each in about): value for value in reversed(values)}
     return sorted(alike.values())
 
@@ -113,10 +113,10 @@ def _numbers(predicate: Predicate, device: Mapping[str, int]) -> Iterator[int]:
 
 
 def _divisors(predicate: Predicate, device: Mapping[str, int]) -> Iterator[int]:
-    """The numbers of which a value must be a multiple.
+    """The numbers that must divide a value.
 
     Raises:
-      NotImplementedError: it must be one of another field's value, of which there are too many.
+      NotImplementedError: it must be a multiple of another field's value; there are too many of these.
     """
     match predicate:
         case AnyOf():

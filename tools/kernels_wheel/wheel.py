@@ -19,7 +19,7 @@ from tilewright.kernels.cuda.shipped import NAMESPACE, ShippedRecord
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """The time of every file: the same groups give the same bytes."""
 
-# Of each policy for wheels the greatest versions of symbols that its oldest systems have.
+# For each wheel policy the maximum symbol versions that its oldest systems have.
 _POLICIES = {
     "manylinux_2_17": {"GLIBC": (2, 17), "GLIBCXX": (3, 4, 19), "CXXABI": (1, 3, 7), "GCC": (4, 8, 0)},
     "manylinux_2_28": {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)},
@@ -44,7 +44,7 @@ def platform_tag(libraries: Iterable[Path], machine: str) -> str:
     """The most general platform on which all objects can be loaded, such as "manylinux_2_34_x86_64".
 
     Raises:
-      subprocess.CalledProcessError: one is no shared object.
+      subprocess.CalledProcessError: one is not a shared object.
       FileNotFoundError: there are no binutils.
     """
     needed: dict[str, tuple[int, ...]] = {}

@@ -126,7 +126,7 @@ def main():
         for size in (2, 3, 4, 5):
             store(kernel, size, 10 * size + INDEX)
         counting = job_store.distributed.global_state.client = CountingClient(job_store.distributed.global_state.client)
-        order = (2, 3) if INDEX == 0 else (3, 2)  # lowered alone, since collectives need an order
+        order = (2, 3) if INDEX == 0 else (3, 2)  # only lowered, since collectives need an order
         lowered = {}
         for size in order:
             x = jax.ShapeDtypeStruct((2, size), jnp.float32, sharding=NamedSharding(mesh, P("x")))
@@ -184,7 +184,7 @@ def main():
 
 
 def real_ops(mesh, records):
-    """Attention and a matmul, with gradients, of which process 1 has measured other configs."""
+    """Attention and a matmul, with gradients; process 1 has measured other configs for them."""
     from tilewright.kernels import kernel as kernel_of
     from tilewright.modules import flash_attention, matmul
     from tilewright.ops.config.selection import default_chain

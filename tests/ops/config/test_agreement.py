@@ -278,7 +278,7 @@ def test_only_the_leader_measures_and_the_others_wait_for_its_tuning(job, monkey
     with job.process(1), one.measures(monkeypatch), caplog.at_level(logging.WARNING):
         assert one.choose(inv_of()).config == Step(5)
     assert (zero.count, one.count) == (1, 0)
-    assert caplog.records == []  # that a guess differs from a measurement is no surprise
+    assert caplog.records == []  # a guess may differ from a measurement
 
 
 def test_an_announced_tuning_is_waited_for_longer(job, monkeypatch):

@@ -50,7 +50,7 @@ def run_job(scenario, timeout_s=60.0, **environment):
 def test_processes_with_different_caches_run_the_choice_of_process_0():
     (zero, one), errors = run_job("choices", TILEWRIGHT_AGREE_TIMEOUT_S="20")
     assert None not in (zero, one), errors
-    # Of sizes 2 and 3 process 0 has 20 and 30 in its cache, process 1 has 21 and 31.
+    # For sizes 2 and 3 process 0 has 20 and 30 in its cache, process 1 has 21 and 31.
     assert zero["first"] == one["first"] == [[20, 40], [30, 60]]
     assert zero["again"] == one["again"] == zero["first"]
     assert zero["texts"] == one["texts"]

@@ -166,7 +166,7 @@ class TestMerging:
         text = tuned.to_json().replace(KERNEL.name, "tests.lockfile.gone")
         (decision,) = AutotuningResult.from_json(text).to_lock().decisions
         assert (decision.op, decision.source) == ("tests.lockfile.gone", measured)
-        # What is known from the disk is of the present source, or it is measured again.
+        # An entry on disk is of the present source; otherwise the call is measured again.
         again = Autotuner(Tuner(0, 1), chooser=ConfigSelectorChain(persistent=PersistentCache(tmp_path)))
         for step in ("measured", "disk"):
             (call,) = again.tune(INV, reuse=True)

@@ -133,7 +133,7 @@ class TestDistance:
             (call(64, 32, 16), None),  # itself
             (call(32, 32, 16), 1),
             (call(128, 32, 16), 1),
-            (call(64, 64, 16), 2),  # the width stands in both arrays
+            (call(64, 64, 16), 2),  # both arrays have the width
             (call(64, 128, 16), 4),
             (call(256, 128, 16), 6),
             (call(256, 128, 17), None),  # too far

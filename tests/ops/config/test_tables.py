@@ -34,7 +34,7 @@ def test_tables_of_the_device_are_merged_in_the_order_of_their_names(tmp_path):
 
 
 def test_a_call_has_its_winner_first_and_then_what_was_right_by_its_time(tmp_path):
-    """But the heuristic, here of 32, before what is faster by no more than the noise."""
+    """But the heuristic, here 32, comes before configs that are faster by no more than the noise."""
     times = {1: 3.0, 2: 2.0, 4: 2.5, 8: 2.6, 16: None, 32: 3.04}
     candidates = tuple(
         Candidate(

@@ -1,4 +1,4 @@
-"""Labels in what today's JAX prints, and invocations rebuilt from that text alone."""
+"""Labels in what today's JAX prints, and invocations rebuilt from only that text."""
 
 import json
 import os

@@ -270,7 +270,7 @@ class TestOneProgram:
 
 
 class TestAFreshProcess:
-    """Which has what the disk has, and no more."""
+    """It has what the disk has, and nothing else."""
 
     def test_traces_and_lowers_nothing(self, executor):
         kernel = Counted()

@@ -232,7 +232,7 @@ class TestWinner:
         assert [c.time_ms for c in call.candidates] == [4.0, 1.0, 100.0]
         assert call.speedup == 4.0
         assert call.heuristic.config == Config(64)
-        # What is hopeless is sampled alone, what is promising in turns.
+        # A hopeless candidate is sampled by itself, promising ones alternate.
         assert len(call.candidates[2].samples_ms) == 1
         assert len(call.candidates[1].samples_ms) == len(call.candidates[0].samples_ms) == 10
         assert clock.samples.count(2) == 2  # how long one call takes, and the sample

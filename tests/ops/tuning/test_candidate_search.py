@@ -270,7 +270,7 @@ class TestDropping:
             )[0]
             == 2
         )
-        # Nor one of which nothing could be measured, or what has no name.
+        # Nor one that could not be measured, nor one without a name.
         bench = Said([1.0, iter(["gone"]), 9.0, 0.5])
         assert race(bench, 4, predictions={1: Prediction(family="two"), 3: Prediction(family="two")})[0] == 3
 

@@ -58,7 +58,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
 
 
 def session() -> Any:
-    """A session as libraries and TensorBoard's server start it, of which `jax.profiler` does not know."""
+    """A session as libraries and TensorBoard's server start it, unknown to `jax.profiler`."""
     return _profiler.ProfilerSession(jax.profiler.ProfileOptions())
 
 

@@ -1,4 +1,4 @@
-"""Progress of a tuning in a terminal, in a notebook, and where nobody looks."""
+"""Progress of a tuning in a terminal, in a notebook, and where no one sees it."""
 
 import builtins
 import contextlib

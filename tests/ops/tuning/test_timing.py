@@ -123,7 +123,7 @@ def cupti(monkeypatch: pytest.MonkeyPatch, launched: list[Any]) -> None:
 
     def measure(function: Any, *, aggregate: bool, iterations: int) -> Any:
         assert not aggregate
-        # What the profiler would compile could not be called with arrays alone.
+        # What the profiler would compile could not be called with only arrays.
         assert isinstance(function, jax.stages.Wrapped | jax.stages.Compiled | functools.partial)
 
         def measured(*args: Any) -> Any:

@@ -203,7 +203,7 @@ def build_key(group: Group) -> BuildKey:
       OSError: the table's header cannot be read.
     """
     _, packages = hash_headers(group.table)
-    # Where nothing can be compiled any compiler's build serves, such as that of a machine which shares the cache.
+    # If nothing can be compiled here, any compiler's build is used, such as that of a machine which shares the cache.
     compiler = None if toolchain.missing(group.capability, group.table.packages) else toolchain.find_compiler()
     identity = compiler.identity if compiler else ""
     return BuildKey(group.table.name, group.name, group.target, _content(group), packages, identity)
@@ -300,7 +300,7 @@ def _run(command: list[str], folder: Path, limit: Limit) -> tuple[int, str]:
     scratch = folder / "scratch"  # nvcc's temporary files, removed in any case
     scratch.mkdir()
     log_file = scratch / "output.txt"
-    # The time limit begins anew: that another process held the lock does not count.
+    # The time limit starts again: waiting for another process's lock does not count.
     wait = limit.waiting("nvcc was still running, and was ended")
     with open(log_file, "wb") as file:
         process = subprocess.Popen(

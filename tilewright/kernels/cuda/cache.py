@@ -119,7 +119,7 @@ class BuildCache:
         """
         if not self._check_folder():
             return None
-        # Without a compiler here the build of any compiler will do, the newest first.
+        # Without a compiler here any compiler's build is used, the newest first.
         names = [key.name] if key.compiler else self._names(key.prefix)
         for name in names:
             folder = self.path / name
@@ -133,7 +133,7 @@ class BuildCache:
 
     def publish(self, key: BuildKey, staging: Path, remarks: Mapping[str, Any]) -> Path:
         """Renames a staging folder with its finished ``library.so`` to the group's folder, replacing an earlier one."""
-        # Whatever the umask was: what others could have written is not loaded.
+        # Whatever the umask was: files that others could have written are not loaded.
         for path in staging.iterdir():
             os.chmod(path, 0o600)
         library = staging / LIBRARY
@@ -151,7 +151,7 @@ class BuildCache:
             try:
                 os.rename(staging, final)
             except OSError as error:
-                # A folder replaces nothing but an empty folder; whatever else is there is moved away first.
+                # A folder can replace only an empty folder; anything else is moved away first.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
             else:
@@ -211,7 +211,7 @@ class BuildCache:
                 f"the CUDA build cache {self.path} is writable by others (mode {stat.S_IMODE(status.st_mode):o}); "
                 "nothing is loaded from it. Delete it"
             )
-        # Others can only read it, so what it holds may be loaded.
+        # Others can only read it, so its contents may be loaded.
         if status.st_mode & 0o077:
             os.chmod(self.path, 0o700)
         return True
@@ -246,7 +246,7 @@ class BuildCache:
             except OSError:
                 _remove(*(path for path in paths if _older_than(path, _LEFTOVER_LIFETIME_S)))
                 continue
-            # Nobody holds the lock, so the process that made these is gone. They go before the lock is released.
+            # No process holds the lock, so the one that made these is gone. They go before the lock is released.
             if descriptor is not None:
                 _remove(*paths, lock)
                 os.close(descriptor)

@@ -27,7 +27,7 @@ def device_values(device: Device) -> Mapping[str, int] | None:
 def architecture(capability: int) -> str:
     """nvcc's name of a target architecture, such as "86" or "90a".
 
-    From 9.0 on with the features of that architecture alone: the build is for one device, and wgmma needs them.
+    From 9.0 on with architecture-specific features (``90a``): the build is for one device, and wgmma needs them.
     """
     return f"{capability}a" if capability >= 90 else str(capability)
 

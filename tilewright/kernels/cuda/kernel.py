@@ -66,8 +66,8 @@ class CudaKernel:
     def reasons(self, problem: Problem, device: Device) -> list[str]:
         """Reasons why no variant can serve a problem on a device, as far as they are known without compiling.
 
-        The reasons are those of the variants with the fewest unmet requirements. An empty list is no promise:
-        requirements on a compiled kernel's facts are checked by `select`.
+        The reasons are those of the variants with the fewest unmet requirements. An empty list does not promise
+        support: requirements on a compiled kernel's facts are checked by `select`.
         """
         return self.closest(problem, device)[1]
 
@@ -111,7 +111,7 @@ class CudaKernel:
             return None, {variant.name: [_no_capability(device)] for variant in self.table.variants}
         reasons: dict[str, list[str]] = {}
         for variant in self.table.variants:
-            # The second only where the first has none: it may compile the variant's group.
+            # Ask the second only if the first has no reason: it may compile the variant's group.
             unmet = _unmet_without_facts(variant, values) or self._reasons_compiled(variant, values)
             if not unmet:
                 return variant, reasons
@@ -186,7 +186,7 @@ class CudaKernel:
                 return [jnp.zeros(each.shape, each.dtype) for each in outputs]
         compiled = self._library(variant, device)
         workspace = jax.ShapeDtypeStruct((compiled.workspace(variant.name, values),), np.uint8)
-        # Scratch memory is a result that nobody reads: allocated by XLA, it may be captured in a CUDA graph.
+        # Scratch memory is a result that is never read: allocated by XLA, it may be captured in a CUDA graph.
         call = jax.ffi.ffi_call(compiled.registered, [*outputs, workspace], vmap_method="sequential")
         call_attributes = dict(attributes or {}) | {"variant": variant.name, "problem": np.array(values, np.int64)}
         *results, _ = call(*inputs, **call_attributes)

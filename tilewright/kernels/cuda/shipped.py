@@ -131,7 +131,7 @@ def _entries(folder: Path) -> tuple[Path, ...]:
 def _find(key: ShippedKey, folders: tuple[Path, ...]) -> Path | None:
     for folder in folders:
         group = [entry for entry in _entries(folder) if entry.name.startswith(key.beginning)]
-        # From the group to its very content, so that a warning says how near a miss was.
+        # Narrowed from the group to its exact content, so that a warning can say what differs.
         of_target = [entry for entry in group if entry.name.startswith(f"{key.beginning}{key.target}-")]
         matching = [entry for entry in of_target if entry.name.startswith(key.prefix)]
         for entry in matching:

@@ -140,7 +140,7 @@ def _entry(variant: Variant) -> str:
 
 def _condition(variant: Variant) -> str:
     low, high = variant.arch_range
-    # Not by __CUDA_ARCH__, which the host's pass does not define.
+    # Not with __CUDA_ARCH__, which nvcc's host pass does not define.
     return f"#if TILEWRIGHT_ARCH >= {low} && TILEWRIGHT_ARCH < {high}"
 
 

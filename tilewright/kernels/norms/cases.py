@@ -35,7 +35,7 @@ class NormCase(Case, abc.ABC):
     @property
     @abc.abstractmethod
     def options(self) -> dict[str, Any]:
-        """The inputs that are no arrays."""
+        """The inputs that are not arrays."""
 
     @property
     @abc.abstractmethod

@@ -68,8 +68,8 @@ class XlaNorm(Implementation[NormInputs, NormResults, FwdParams, BwdParams]):
 def _rounded_sum(x: Any, residual: Any) -> Any:
     """``x + residual``, rounded also where it is promoted to be normed.
 
-    XLA adds bfloat16 in float32, and may drop the rounding if the next operation promotes to float32. It would norm
-    another total than it returns; where the mean is large they differ by more than a standard deviation.
+    XLA adds bfloat16 in float32, and may drop the rounding if the next operation promotes to float32. It would then
+    norm a different total than it returns; where the mean is large they differ by more than a standard deviation.
     """
     if x.dtype != jnp.bfloat16:
         return x + residual

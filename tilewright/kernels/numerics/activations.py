@@ -19,7 +19,7 @@ ACTIVATIONS: MappingProxyType[str, Callable[[Any], Any]] = MappingProxyType(
         "identity": lambda x: x,
     }
 )
-"""``gelu`` is exact; that of ``jax.nn`` is ``gelu_tanh`` unless it is told otherwise."""
+"""``gelu`` is exact; ``jax.nn.gelu`` is ``gelu_tanh`` by default."""
 
 
 def activation_name(activation: object) -> str:
@@ -39,7 +39,7 @@ def gated_gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients of both pre-activations, computed in ``dtype`` and returned in theirs."""
     wide = [x.astype(dtype) for x in (gate, up)]
-    # Rows of nobody have pre-activations of zero, and cotangents that may be anything.
+    # Rows without a group have pre-activations of zero, and cotangents that may be anything.
     _, pull_back = jax.vjp(lambda gate, up: gated(activation, gate, up), *wide)
     d_gate, d_up = pull_back(jnp.asarray(d_out, dtype))
     return d_gate.astype(gate.dtype), d_up.astype(up.dtype)

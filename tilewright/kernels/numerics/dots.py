@@ -13,7 +13,7 @@ from tilewright.kernels.op.arguments import is_floating
 
 
 def accumulator(*dtypes: Any) -> np.dtype:
-    """The dtype in which products of the dtypes are summed: float32, or float64 if one of them is that."""
+    """The dtype in which products of the dtypes are summed: float32, or float64 if one of them is float64."""
     wide = any(jnp.dtype(dtype).itemsize == 8 for dtype in dtypes)
     return np.dtype(np.float64 if wide else np.float32)
 

@@ -2,16 +2,16 @@
 
 Element (batch, head, row, column) of a call with seed ``s`` is decided by 16 of the 64 bits of a call of Philox-2x32
 with 10 rounds, which serves four elements: the rows r and r + 8 with the columns c and c + 8, where bit 3 of r and of c
-is 0. That is what one thread holds of a matrix in the accumulators of tensor cores, also of the transposed matrix. With
-``(first, second) = threefry2x32(s, (batch, head))`` and ``i(x)``, x without its bit 3, the number of x among its like:
+is 0. One thread holds these four in a tensor core's accumulator, of the matrix and of its transpose alike. With
+``(first, second) = threefry2x32(s, (batch, head))`` and ``i(x)``, x without its bit 3:
 
 - the key is ``first``, the counter ``(i(row), i(column) ^ second)``;
 - bit 3 of the row selects a word of the result, bit 3 of the column its lower or upper half;
 - the element is kept iff that half is at least ``keep_threshold``.
 
-No element depends on tiling, sharding or backend. Philox has a key of 32 bits, of which two heads may have the same
-one. Their masks then still differ, for ``second`` takes them to other counters: 64 bits of the two would have to agree,
-but for those that count columns, before two heads drop alike.
+No element depends on tiling, sharding or backend. Philox has a key of 32 bits, so two heads may get the same key. Their
+masks still differ, because ``second`` gives them other counters: the two heads would have to agree in 64 bits, except
+for those that count columns, to drop the same elements.
 
 Philox-2x32 and Threefry-2x32: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). A round of the
 one is a multiplication and two exclusive ors; the other, of 20 rounds of three operations, makes the keys, in JAX's
@@ -64,7 +64,7 @@ def philox2x32(key: UInt32[Array, "..."], counter: Words) -> Words:
 def _upper_product(x: UInt32[Array, "..."], factor: int) -> UInt32[Array, "..."]:
     """The upper word of a product of 64 bits.
 
-    By halves of 16 bits, for there may be no uint64; XLA has no lowering of ``lax.mulhi`` under a mesh.
+    Computed by 16-bit halves, because uint64 may not exist; XLA has no lowering of ``lax.mulhi`` under a mesh.
     """
     low, high = x % LANES, x // LANES
     factor_low, factor_high = jnp.uint32(factor % LANES), jnp.uint32(factor // LANES)
@@ -77,7 +77,7 @@ def _upper_product(x: UInt32[Array, "..."], factor: int) -> UInt32[Array, "..."]
 def drawn_probability(prob: float) -> float:
     """The share that a dropout of this probability drops: a multiple of 2⁻¹⁶, the nearest one below 1.
 
-    Whoever scales what is kept must divide by 1 minus this one, so that the expectation is exact.
+    Divide the kept elements by 1 minus this share, so that the expectation is exact.
     """
     if not 0.0 <= prob < 1.0:
         raise ValueError(f"a dropout probability must be in [0, 1), got {prob=}")
@@ -116,10 +116,10 @@ def keep_mask_tile(
     """Marks the kept elements of a tile, ``[*keys' shape, *shape]``; for XLA.
 
     Args:
-      multiples: numbers of which the starts are promised to be multiples; 16 and its multiples save a slice each.
+      multiples: numbers that are promised to divide the starts; 16 and its multiples save a slice each.
     """
     starts = (row_start, column_start)
-    # A start that is traced may be anywhere in a block (None), so there must be room for the whole block before it.
+    # A traced start may be anywhere in a block (None), so there must be room for a whole block before it.
     offsets = tuple(
         start % BLOCK if isinstance(start, int) else 0 if multiple % BLOCK == 0 else None
         for start, multiple in zip(starts, multiples, strict=True)

@@ -54,7 +54,7 @@ def merged_over_axes(
 
 
 def merged_parts(outs: jax.Array, lses: jax.Array, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """`merged_over_axes` of partial results that stand along a first axis."""
+    """`merged_over_axes` of partial results along a first axis."""
     return _merged(outs, lses, sinks, lambda x: jnp.max(x, 0), lambda *xs: (jnp.sum(xs[0], 0), jnp.sum(xs[1], 0)))
 
 

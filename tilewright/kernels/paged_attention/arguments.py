@@ -103,7 +103,7 @@ def slopes_array(alibi_slopes: object, heads: int) -> Any:
 
 
 def window_sides(sliding_window: object, causal: bool) -> tuple[int | None, int | None]:
-    # Wider than any position is wide enough, and sums of a bound and two positions stay in int32.
+    # A bound beyond any position is wide enough, and sums of a bound and two positions stay in int32.
     left, right = window(sliding_window, causal)
     return (None if left is None else min(left, FAR)), (None if right is None else min(right, FAR))
 

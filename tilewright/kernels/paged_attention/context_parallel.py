@@ -1,7 +1,7 @@
 """Attention over pages that are split over a mesh axis: the functions for use inside ``shard_map``.
 
-They are functions over the serving ops, whose configs and tables their calls share, and no kernels of their own: a
-kernel is selected and tuned on one device, where there is no axis to communicate over.
+They call the serving ops and share their configs and tables; they have no kernels of their own, because a kernel is
+selected and tuned on one device, which has no axis to communicate over.
 """
 
 import math
@@ -46,11 +46,11 @@ def context_parallel_page_attention(
 ) -> Any:
     """``page_attention`` or ``ragged_page_attention`` over pages split over a mesh axis, inside ``jax.shard_map``.
 
-    Of n devices, device i has the logical pages i, i + n, i + 2n, ... of every sequence, in pages of its own. Each
-    attends to its pages, and partial results are gathered with their log-sum-exp; many of many devices are
-    summed instead, by one maximum of ``[tokens, heads]`` and one sum of ``[tokens, heads, value_dim + 1]``, both in
-    float32. All arrays but pages and scales of pages are the same on every device, and so are the results, which are
-    those of one device but for rounding: what a device computes is rounded to the query's dtype, then the sum is.
+    Device i of n has the logical pages i, i + n, i + 2n, ... of every sequence, in pages of its own. Each attends to
+    its pages, and partial results are gathered with their log-sum-exp; for many tokens on many devices they are summed
+    instead, by one maximum of ``[tokens, heads]`` and one sum of ``[tokens, heads, value_dim + 1]``, both in float32.
+    All arrays except pages and scales of pages are the same on every device, and so are the results. They differ from
+    those of one device only by rounding: a device's output is rounded to the query's dtype, then the sum is.
 
     Args:
       query: ``[tokens, heads, head_dim]``, packed; float16, bfloat16, float32 or float64.
@@ -84,8 +84,8 @@ def context_parallel_page_attention(
       ValueError, TypeError: a wrong argument, or a call outside of ``shard_map``.
       UnsupportedError: no allowed platform can serve a call.
 
-    A device goes over its own pages alone, except if there are ``alibi_slopes``, or more than n query tokens for each
-    sequence: then it goes over the whole table, in which the pages of others are missing.
+    A device reads only its own pages, unless there are ``alibi_slopes``, or more than n query tokens for each sequence:
+    then it goes over the whole table, in which the pages of other devices are missing.
     """
     with errors_naming_function("context_parallel_page_attention"):
         split = SplitPages.of(axis_name)
@@ -173,15 +173,15 @@ def context_parallel_mla_decode(
       platform: as in ``mla_decode``, of each device's call.
 
     Returns:
-      The query's shape with ``kv_lora_rank`` in the place of head_dim, in its dtype, with the log-sum-exp if asked for;
-      the same on every device.
+      The query's shape with ``kv_lora_rank`` instead of head_dim, in its dtype, with the log-sum-exp if asked for; the
+      same on every device.
 
     Raises:
       ValueError, TypeError: a wrong argument, or a call outside of ``shard_map``.
       UnsupportedError: no allowed platform can serve a call.
 
-    A device goes over its own pages alone, except if there are ``alibi_slopes``, a window on the left, or more than n
-    query tokens of each sequence: then it goes over the whole table, in which the pages of others are missing.
+    A device reads only its own pages, unless there are ``alibi_slopes``, a window on the left, or more than n query
+    tokens of each sequence: then it goes over the whole table, in which the pages of other devices are missing.
     """
     with errors_naming_function("context_parallel_mla_decode"):
         split = SplitPages.of(axis_name)

@@ -69,7 +69,7 @@ def faults(
         _fault("kv_lengths", kv_lengths, kv_lengths < 0, "is negative and counts as 0"),
         _fault("kv_lengths", kv_lengths, kv_lengths > capacity, f"is beyond the {capacity} tokens there is room for"),
     ]
-    # As the call clamps them, so that one fault is not reported as several.
+    # Clamped as the call does it, so that one mistake is not reported as several.
     lengths = np.clip(kv_lengths.astype(np.int64), 0, capacity)
     counts = np.full(lengths.shape, q_length or 1)
     if cum_q_lens is not None:

@@ -13,7 +13,7 @@ FAR = 1 << 29
 """A bound beyond every position: windows, lengths and starts are clipped to it, so that sums of three fit int32."""
 
 ELSEWHERE = -(1 << 31)
-"""A page number in the table of one of several devices: the page is another's, so that its absence is no fault."""
+"""A page number in the table of one of several devices: another device has the page, so its absence is not an error."""
 
 
 class PagedInputs(OpInputs):
@@ -23,7 +23,7 @@ class PagedInputs(OpInputs):
 
     Attributes:
       value: ``None`` if the first ``latent_dim`` elements of a key are the value.
-      page_table: ``None`` if sequence ``s`` has page ``s`` alone.
+      page_table: ``None`` if sequence ``s`` has only page ``s``.
       kv_lengths: tokens of each sequence, the query's included, which are the last.
       kv_starts: the first visible positions.
       cum_q_lens: where the sequences' tokens begin and end; ``None`` if all have ``q_length``.

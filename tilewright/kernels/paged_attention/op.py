@@ -32,14 +32,14 @@ from tilewright.ops.kernel.kernel import Invocation
 class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
     """An op that defines only ``prepare``, which ends in ``canonical`` or ``canonical_blocks``, and ``cases``.
 
-    What ``prepare`` computes becomes part of the caller's program as it stands: it must work on ``ShapeDtypeStruct``
+    What ``prepare`` computes becomes part of the caller's program unchanged: it must work on ``ShapeDtypeStruct``
     (``arguments.apply``), symbolic dimensions and explicit mesh axes, and stay int32 with ``jax_enable_x64``.
     """
 
     cuda_tables = MappingProxyType({"packed_attention_hopper": "tilewright.kernels.paged_attention.cuda.packed:TABLE"})
 
     def __init__(self, name: str, *more: LazyImplementation, packed: bool = False) -> None:
-        """``more`` are implementations for this op alone, which come first; ``packed``: its queries are packed."""
+        """``more`` are implementations only for this op, which come first; ``packed``: its queries are packed."""
         for_packed = [
             lazy("tilewright.kernels.paged_attention.cuda.packed:CudaPackedAttention"),
             lazy("tilewright.kernels.paged_attention.hopper.packed_backend:PallasGpuPackedAttention"),
@@ -74,10 +74,10 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
         """The call as backends take it: arrays of checked ranks, and static options.
 
         Args:
-          query: any leading shape, which the results have too; its tokens are those of one sequence after the other.
+          query: any leading shape, which the results have too; its tokens are ordered by sequence.
           value: ``None`` if the first ``latent_dim`` elements of a key are the value.
           kv_lengths: tokens of each sequence, the query's included, which are the last.
-          page_table: ``None`` if sequence s has page s alone.
+          page_table: ``None`` if sequence s has only page s.
           kv_starts: the first visible position of each sequence, instead of 0.
           q_length: the number of query tokens of every sequence; ``None`` with ``cum_q_lens``.
           new: keys and values of the query's tokens, packed, which are written to the pages first; the new pages follow

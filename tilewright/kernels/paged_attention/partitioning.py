@@ -83,7 +83,7 @@ def _checked(specs: dict[str, tuple[Any, ...]], inputs: PagedInputs) -> tuple[An
             raise ValueError(f"query and cache must be split alike by sequences ({text}); reshard them first")
     shared = inputs.key.shape[2] == 1 and kv_heads is None
     if any(spec[2] != kv_heads for spec in caches) or not (shared or kv_heads == heads):
-        # Slicing a replicated cache would copy a part of it in every call.
+        # Slicing a replicated cache would copy part of it in every call.
         raise ValueError(
             f"query and cache must be split alike by heads ({text}); reshard the cache once, and repeat its heads "
             "first if there are more devices than heads of keys"

@@ -45,7 +45,7 @@ class SplitPages:
         return jnp.where(column % self.devices == self.index, table, ELSEWHERE)
 
     def dense_table(self, table: jax.Array) -> jax.Array:
-        """The columns of this device's pages alone."""
+        """Only the columns of this device's pages."""
         missing = -table.shape[1] % self.devices
         padded = jnp.pad(table, ((0, 0), (0, missing)), constant_values=ELSEWHERE)
         columns = padded.reshape(table.shape[0], -1, self.devices)

@@ -76,7 +76,7 @@ def packed_tiles(cum: jax.Array, lengths: jax.Array, tokens: int, block_q: int) 
     owner = _ends_passed(ends, tile)
     sequence = jnp.minimum(owner, sequences - 1)
     offset = (tile - starts[sequence]) * block_q
-    # Tiles behind those of the last sequence have no rows; what else they hold is not used.
+    # Tiles after those of the last sequence have no rows; their other values are not used.
     rows = jnp.where(owner < sequences, jnp.clip(counts[sequence] - offset, 0, block_q), 0)
     position = bounded(lengths)[sequence] - counts[sequence] + offset
     return TilePlan(sequence, cum[sequence] + offset, rows, position), starts

@@ -144,7 +144,7 @@ def token_scales(new: jax.Array, dtype: str, *, per_head: bool) -> Any:
     """The scales of new tokens, ``[tokens, kv_heads | 1]``, float32."""
     max_abs = jnp.max(jnp.abs(new.astype(jnp.float32)), axis=2)
     max_abs = max_abs if per_head else jnp.max(max_abs, axis=1, keepdims=True)
-    # Zeros are zeros by any scale but 0, by which they would be divided.
+    # Zeros stay zeros with any scale except 0, by which they would be divided.
     return jnp.where(max_abs == 0.0, 1.0, max_abs / max_finite(dtype))
 
 

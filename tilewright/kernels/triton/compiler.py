@@ -124,7 +124,7 @@ def _assembler(number: int) -> str:
 
 def _assembled(ptx: str, number: int) -> str:
     """Messages of ptxas about a PTX program."""
-    # wgmma (sm_90a) and its successors exist in architecture-specific targets alone.
+    # wgmma (sm_90a) and its successors exist only in architecture-specific targets.
     architecture = f"sm_{number}{'a' if number >= 90 else ''}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.ptx")

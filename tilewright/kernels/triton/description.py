@@ -17,7 +17,7 @@ type JitKernel = Any
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A launch, but for the values in its arrays.
+    """A launch, except for the values in its arrays.
 
     Attributes:
       kernel: a ``@triton.jit`` function, whose parameters are pointers to the inputs, the scalars, pointers to the

@@ -68,7 +68,7 @@ def _run(launch: Launch, operands: list[Any]) -> None:
     function = _interpreted(launch.kernel.fn)
     arguments = {parameter.name: parameter.default for parameter in launch.kernel.params if parameter.has_default}
     names = [parameter.name for parameter in launch.kernel.params if not parameter.is_constexpr]
-    # Scalars of 1, too, which the compiler takes for constants: here they are arguments like the others.
+    # Also scalars of 1, which the compiler treats as constants: here they are arguments like the others.
     given = dict(zip(names, operands, strict=True))
     builder = interpreter.interpreter_builder
     with _language(interpreter, launch.kernel.fn.__globals__.get("MEANINGS", {})):
@@ -117,7 +117,7 @@ def _language(interpreter: ModuleType, meanings: Mapping[str, Callable[[np.ndarr
 
     scope = interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     try:
-        # Triton 3.6 relies on NumPy converting an array of one element to an integer, which NumPy does no more.
+        # Triton 3.6 relies on NumPy converting an array of one element to an integer, which NumPy no longer does.
         scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
         scope.set_attr(JITFunction, "__call__", lambda self, *args, **kwargs: _interpreted(self.fn)(*args, **kwargs))
         with _builder(interpreter, meanings), np.errstate(all="ignore"):

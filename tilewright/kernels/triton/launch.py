@@ -54,8 +54,8 @@ def launch(
       inputs: arrays; an absent one needs a stand-in, such as ``jnp.zeros((0,), dtype)``.
       outputs: shape and dtype of each result.
       grid: programs along one to three axes.
-      constants: values of the ``tl.constexpr`` parameters, for each set of which the kernel is compiled.
-      scalars: integers by parameter, for all of which it is compiled once (but for 1, which is a constant).
+      constants: values of the ``tl.constexpr`` parameters; the kernel is compiled for each set of them.
+      scalars: integers by parameter; it is compiled once for all their values (except 1, which is a constant).
       num_warps: warps of a program.
       num_stages: stages of the pipelines that Triton makes of loops.
       in_place: input index by output index, for outputs that update an input's memory; these outputs come last. The
@@ -131,7 +131,7 @@ _triton_p.def_impl(lambda *inputs, **params: jax.jit(lambda *inputs: _triton_p.b
 
 @_triton_p.def_abstract_eval
 def _(*_: object, launch: Launch, capability: tuple[int, int] | None) -> list[Any]:
-    # Typed as arrays of the mesh in context are, so that what updates one of those can be a result.
+    # Typed like arrays of the current mesh, so that an update of one of those can be a result.
     mesh = jax.sharding.get_abstract_mesh()
 
     def typed(output: jax.ShapeDtypeStruct) -> Any:
@@ -161,7 +161,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: object, launch: Launch, cap
 
 
 def _scratch(launch: Launch, kernel: CompiledKernel) -> list[jax.core.ShapedArray]:
-    """Scratch memory in which a kernel builds its TMA descriptors: an additional result that nobody reads, or none.
+    """Scratch memory in which a kernel builds its TMA descriptors: an additional result that is never read, or none.
 
     The custom call could allocate it, but only while it runs, and CUDA graphs cannot capture that.
     """

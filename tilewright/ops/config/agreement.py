@@ -17,7 +17,7 @@ program on devices of one process     nothing, if JAX shows which devices run it
 explicit ``cfg=``                     nothing: it is part of the program
 overlay or lock decides               the leader must have decided alike, by the same config: else an error
 any other step                        the leader's choice counts; it was published under the call's key
-the leader would measure the call     it alone measures; the others wait, for a longer time
+the leader would measure the call     only the leader measures; the others wait, for a longer time
 another choice than the leader's      the leader's, and a warning with both, once for a call
 the leader's cannot run here          an error with the reasons
 no answer in time, no connection      an error that says what to do
@@ -26,7 +26,7 @@ inspection, symbolic sizes,           nothing: nothing runs, or each process exp
 ====================================  ==========================================================================
 
 A leader that decides by the environment's lock also publishes its choice for processes that lack the lock. Other locks
-and overlays are in force in parts of a program, and what they decide counts there alone. Calls are named by their keys
+and overlays are in force in parts of a program, and what they decide counts only there. Calls are named by their keys
 with the kind of device as JAX names it, so devices of different kinds have leaders of their own; what differs between
 hosts of one kind, such as the number of a CPU's cores, is left out.
 """
@@ -101,7 +101,7 @@ def _processes_with(kind: str, name: str) -> tuple[int, ...]:
 
 
 def leader_of(inv: Invocation[Any, Any]) -> int | None:
-    """The process that decides a call for the others and this one; ``None`` if there is nobody to agree with."""
+    """The process that decides a call for the others and this one; ``None`` without a process to agree with."""
     if not is_distributed() or inv.is_symbolic or not inv.target.present:
         return None
     running = _PROCESSES.get()
@@ -115,8 +115,8 @@ class Topic:
 
     Attributes:
       leader: the process that decides.
-      scope: empty, or the hash of the config that an overlay or a lock decides: such a choice is compared with the
-        leader's choices of the same kind alone.
+      scope: empty, or the hash of the config that an overlay or a lock decides: such a choice is compared only with the
+        leader's choices of the same kind.
     """
 
     inv: Invocation[Any, Any]
@@ -248,7 +248,7 @@ def measuring(inv: Invocation[Any, Any], leader: int | None) -> Iterator[None]:
         raise
 
 
-# From here on: what is written and read.
+# From here on: the format of what is stored.
 
 
 def _digest(config: object) -> str:

@@ -167,7 +167,7 @@ class Lock:
         return Lock(self.device, dict(self.toolchain), tuple((self._by_key | other._by_key).values()))
 
     def to_json(self) -> str:
-        """The lock as readable JSON that depends on its decisions alone."""
+        """The lock as readable JSON that depends only on its decisions."""
         return json.dumps(self._content | {"sha256": self.sha256}, indent=1, sort_keys=True, allow_nan=False) + "\n"
 
     @classmethod
@@ -175,7 +175,7 @@ class Lock:
         """Reads what ``to_json`` wrote; white space and the order of fields do not matter.
 
         Raises:
-          ValueError: the text is no lock, has another schema, or was altered.
+          ValueError: the text is not a lock, has another schema, or was altered.
         """
         document = parse_document(text.encode() if isinstance(text, str) else text)
         if document.get("schema") != SCHEMA or document["schema"] is True:

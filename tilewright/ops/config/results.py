@@ -377,7 +377,7 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
           lost: called with the error of each entry or candidate that cannot be read, in place of raising it.
 
         Raises:
-          ValueError: the text is no such result, has another schema, or names a type that cannot be found.
+          ValueError: the text is not such a result, has another schema, or names a type that cannot be found.
         """
         try:
             document = json.loads(text)

@@ -71,7 +71,7 @@ def add_to_table(file: Path, result: AutotuningResult, command: str) -> None:
     file also lists the commands that made the table, latest last.
 
     Raises:
-      ValueError: the file is no table, or is for another device.
+      ValueError: the file is not a table, or is for another device.
     """
     commands: list[str] = []
     merged = result

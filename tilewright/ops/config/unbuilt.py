@@ -24,7 +24,7 @@ def needed(inv: Invocation[Any, Any], cfg: object) -> tuple[Build, ...]:
 
 
 def missing(inv: Invocation[Any, Any], cfg: object) -> tuple[Build, ...]:
-    """The missing builds because of which a config is skipped."""
+    """The missing builds that make a config be skipped."""
     return missing_builds(needed(inv, cfg))
 
 

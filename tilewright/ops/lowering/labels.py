@@ -117,7 +117,7 @@ def parse_label(text: str) -> CallLabel:
     """Reads a label of a kernel call.
 
     Raises:
-      ValueError: the text is no such label, or it is damaged.
+      ValueError: the text is not such a label, or it is damaged.
     """
     match = _CALL.fullmatch(text)
     if match is None:

@@ -1,8 +1,8 @@
 """Lowered and compiled kernels on disk, one file each, keyed by everything they depend on, private to their owner.
 
 A file consists of a line that names its format, a line of JSON (key, description of the content, checksums), and the
-content: MLIR bytecode or an XLA executable, neither of which Python executes. A file that cannot be read or written is
-logged and counts as a miss.
+content: MLIR bytecode or an XLA executable. Python executes neither. A file that cannot be read or written is logged
+and counts as a miss.
 """
 
 import contextlib
@@ -158,7 +158,7 @@ def _file_name(key: Document) -> str:
 
 
 def _only_owner_can_write(path: Path, kind: Callable[[int], bool]) -> bool:
-    """True if nobody but the owner can have written a file or folder; otherwise logs that it is not used."""
+    """True if only the owner can have written a file or folder; otherwise logs that it is not used."""
     # The folder may be a symbolic link made by its owner; an entry must not be one.
     status = os.stat(path) if kind is stat.S_ISDIR else os.lstat(path)
     if kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022:
@@ -171,7 +171,7 @@ def _parsed(data: bytes, key: Document) -> LoweredFile:
     """Parses an entry from the bytes of a file.
 
     Raises:
-      ValueError: the bytes are no entry, are damaged, or belong to another key.
+      ValueError: the bytes are not an entry, are damaged, or belong to another key.
     """
     if not data.startswith(_MAGIC):
         raise ValueError(f"not an entry of schema {SCHEMA}")

@@ -124,7 +124,7 @@ def parsed(ctx: mlir.LoweringRuleContext, bytecode: bytes) -> ir.Module:
     """Parses a module from bytecode.
 
     Raises:
-      ValueError: the bytes are no module.
+      ValueError: the bytes are not a module.
     """
     with ctx.module_context.context, ir.Location.unknown():
         try:

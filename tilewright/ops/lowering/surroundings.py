@@ -31,7 +31,7 @@ def trace_settings() -> Hashable:
     """Everything, besides function and arguments, in the keys of JAX's trace caches, and the variables that kernels
     read.
 
-    Settings that decide configs alone are left out, and so are checks that ``jax.checkpoint`` switches on.
+    Settings that decide only configs are left out, and so are checks that ``jax.checkpoint`` switches on.
     """
     with without_overrides(), jax_config.mutable_array_checks(True):
         return jax_config.trace_context(), _pallas_settings(), tuple(os.environ.get(name, "") for name in _VARIABLES)

@@ -25,7 +25,7 @@ class CandidateError(Exception):
 
 
 class OutOfTimeError(CandidateError):
-    """The tuning's time ended before a candidate could run again, which is no fault of the candidate."""
+    """The tuning's time ended before a candidate could run again, which is not the candidate's fault."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

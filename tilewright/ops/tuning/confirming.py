@@ -1,4 +1,4 @@
-"""Times a user's whole program with and without the tuned configs: a kernel that wins alone can lose beside others."""
+"""Times a whole program with and without the tuned configs: a kernel that wins by itself can lose beside others."""
 
 import logging
 import time

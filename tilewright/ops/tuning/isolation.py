@@ -340,7 +340,7 @@ class ProcessBench(Bench):
             self._replace()
 
     def _replace_unless_healthy(self) -> None:
-        """After an illegal address a process cannot use the device, which is no fault of the next candidates."""
+        """After an illegal address a process cannot use the device, which is not the fault of the next candidates."""
         if not self._ask("healthy"):
             logger.info("a worker has lost its device and is replaced")
             self._replace()

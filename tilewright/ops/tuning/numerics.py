@@ -17,8 +17,8 @@ type Array = jax.Array | np.ndarray[Any, Any]
 FLOOR = {"float64": 1e-11, "complex128": 1e-11, "float32": 2e-5, "bfloat16": 1e-3, "float16": 2e-4}
 
 # If float32 operands of matmuls are rounded first, as on tensor cores by default (TensorFloat-32 keeps 11 bits), the
-# oracle's own error shows it. Two ways to compute the same may round different operands, so that a few elements may
-# have none of the oracle's error and all of the other's.
+# oracle's own error shows it. Two ways to compute the same may round different operands, so a few elements may have no
+# error in the oracle and a full one in the candidate.
 REDUCED_FROM = 1e-4
 REDUCED_FLOOR = 2e-3
 

@@ -79,7 +79,7 @@ def shares_cupti() -> bool:
 
 
 def running_session() -> str:
-    """The current user of XLA's profiler, of which there can be one per process; empty if there is none."""
+    """The current user of XLA's profiler (one at a time in a process); empty if there is none."""
     fields = vars(_state)
     if fields.get("session", fields.get("profile_session")) is not None:  # the first since JAX 0.12
         return "a trace is being taken in this process (jax.profiler)"

@@ -22,7 +22,7 @@ def progress_for(stream: IO[str] | None = None, *, plain: bool = False) -> Itera
     """Shows a tuning's progress while the context lasts.
 
     A terminal gets a live line, which is removed afterwards, and a permanent line for each measured call; a notebook
-    gets the same in its output, or the permanent lines alone if it lacks ipywidgets. Nothing is shown in files, pipes,
+    gets the same in its output, or only the permanent lines if it lacks ipywidgets. Nothing is shown in files, pipes,
     dumb terminals, or continuous integration (``CI`` in the environment).
 
     Args:
@@ -54,7 +54,7 @@ def is_interactive(stream: IO[str]) -> bool:
 
 
 class TuningProgress:
-    """Turns the events of a tuning into a task of a bar for each call, of which one is visible, and permanent lines."""
+    """Turns the events of a tuning into a bar task for each call, one of them visible, and permanent lines."""
 
     def __init__(self, bar: Progress):
         self._bar = bar
@@ -141,7 +141,7 @@ def milliseconds(time_ms: float | None) -> str:
 
 
 def plain_console(**options: Any) -> Console:
-    """A console that prints text verbatim: the brackets of shapes and paths are no markup."""
+    """A console that prints text verbatim: the brackets of shapes and paths are not markup."""
     return Console(markup=False, emoji=False, highlight=False, **options)
 
 

@@ -80,7 +80,7 @@ class KernelTimer(Timer, abc.ABC):
       flushed_bytes: size of that buffer; 0 for none.
     """
 
-    # Ratios of attention candidates repeated to 0.7 % on an H100 when they were compiled and measured anew.
+    # Ratios of attention candidates repeated to 0.7 % on an H100 when they were compiled and measured again.
     repeats_to: ClassVar[float] = 0.01
     flushed_bytes: int = 256 << 20
 

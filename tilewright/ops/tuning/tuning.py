@@ -115,7 +115,7 @@ class Autotuner:
           reuse: use a complete measurement that a cache holds instead of repeating it.
 
         Raises:
-          TypeError: an element of ``invocations`` is no invocation, or ``configs`` is not iterable.
+          TypeError: an element of ``invocations`` is not an invocation, or ``configs`` is not iterable.
           ExceptionGroup: every candidate of an invocation failed.
         """
         for inv in invocations:

@@ -31,7 +31,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and its missing parents, accessible to the owner alone."""
+    """Makes a folder and its missing parents, accessible only to the owner."""
     if not path.is_dir():
         make_folder(path.parent)
         with contextlib.suppress(FileExistsError):

@@ -38,7 +38,7 @@ class MeasuredRates:
     """Rates that kernels reached on a chip; models of time use them where rated ones are too good.
 
     Attributes:
-      sm_flops: FLOP/s of the tensor cores of an SM at the clock that they keep under load; of an H100 800e12 in all.
+      sm_flops: FLOP/s of the tensor cores of an SM at the clock that they keep under load; 800e12 for a whole H100.
       sm_l2: bytes/s that an SM gets from the L2 cache while all load tiles, many of them the same ones.
       read, write: bytes/s of global memory; written values are not all alike.
       link: bytes/s that a device sends while it receives as many: a hop of NCCL over NVLink.
@@ -121,8 +121,8 @@ class KnownDevice:
         return Device(self.kind, self.name, self.capability, self.cores, fingerprint, present=False)
 
 
-# Times have a lower bound on chips whose peaks are given, so of two published numbers the larger stands here. Peaks of
-# TPUs are those of one jax.Device, half a chip of v7x. A chip of v4 and v5p has six links, one of v5e and v6e has four.
+# Times have a lower bound on chips whose peaks are given, so the larger of two published numbers is used. Peaks of TPUs
+# are those of one jax.Device, half a chip of v7x. A chip of v4 and v5p has six links, one of v5e and v6e has four.
 _H100_RATES = MeasuredRates(sm_flops=6.1e12, sm_l2=70e9, read=2.9e12, write=2.5e12, link=220e9, attention=630e12)
 _CHIPS = {
     chip.name: chip
@@ -229,7 +229,7 @@ def find_device(name: str) -> KnownDevice:
     """Finds a device by its JAX or Google name.
 
     Raises:
-      TypeError: ``name`` is no string.
+      TypeError: ``name`` is not a string.
       ValueError: no such device is known; the message lists the known names, likely ones first.
     """
     if not isinstance(name, str):

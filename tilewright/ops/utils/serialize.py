@@ -383,7 +383,7 @@ def from_json[T](text: str | bytes, kind: type[T]) -> T:
     """Decodes a config of type ``kind`` from JSON text.
 
     Raises:
-      ValueError: the text is no JSON, lacks a field or has an unknown one at any depth, or a value has the wrong type.
+      ValueError: the text is not JSON, lacks a field or has an unknown one at any depth, or a value has the wrong type.
     """
     data = json.loads(text, parse_constant=_refuse_constant)
     config: T = _decode(data, kind, getattr(kind, "__name__", str(kind)))
@@ -489,7 +489,7 @@ def _decode_scalar(data: object, members: list[Any], kind: object, path: str) ->
 
 
 def _members(kind: object) -> list[Any]:
-    """The members of the union ``kind``, or ``kind`` alone; ``Any`` for an annotation without information."""
+    """The members of the union ``kind``, or just ``kind``; ``Any`` for an annotation without information."""
     if isinstance(kind, typing.TypeAliasType):
         return _members(kind.__value__)
     origin = typing.get_origin(kind)

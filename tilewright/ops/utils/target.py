@@ -131,7 +131,7 @@ def target_device(name: str, count: int = 1) -> contextlib.AbstractContextManage
 
     Raises:
       ValueError: no device of this name is known, or ``count`` is less than 1.
-      TypeError: ``name`` is no string or ``count`` no integer.
+      TypeError: ``name`` is not a string or ``count`` is not an integer.
     """
     known = find_device(name)
     if isinstance(count, bool) or not isinstance(count, int):

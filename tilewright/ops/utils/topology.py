@@ -52,7 +52,7 @@ def compile_only_devices(known: KnownDevice, count: int) -> tuple[jax.Device, ..
 def target_config(known: KnownDevice) -> str:
     """XLA's description of a GPU (``stream_executor.GpuTargetConfigProto`` as text), from its specifications.
 
-    XLA's cost model reads it; generated kernels depend on compute capability and shared memory alone.
+    XLA's cost model reads it; generated kernels depend only on compute capability and shared memory.
     """
     if known.capability is None:
         raise ValueError(f"{known.name} is no GPU")

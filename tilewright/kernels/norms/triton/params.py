@@ -169,7 +169,7 @@ def backward_params(inputs: NormInputs, device: Device) -> NormBackwardParams:
     while rows > 1 and inputs.rows * MIN_PROGRAMS < sms * rows:
         rows //= 2
     if inputs.kind == "layer" and inputs.row_bytes <= 512:
-        # A layer norm waits for one reduction more: more programs hide it, and smaller tiles leave registers for them.
+        # A layer norm waits for one more reduction: more programs hide it, and smaller tiles leave registers for them.
         rows, per_sm = max(rows // 2, 1), 2 * per_sm
     warps = power_of_two(math.ceil(rows * inputs.columns / 640))  # 10 to 20 elements per thread
     return _backward_params(inputs, sms, rows, per_sm, min(max(warps, 2), 16))
@@ -181,7 +181,7 @@ def _backward_params(inputs: NormInputs, sms: int, rows: int, per_sm: int, warps
     tile_bytes = 2 * per_sm * rows * inputs.row_bytes
     stages = min(max(1 + round(STAGED_BYTES / tile_bytes), 3), 5)
     params = _balanced(NormBackwardParams(rows, block, per_sm * sms, warps, stages), inputs, per_sm * sms)
-    # An SM has 228 KB, of which each CTA takes 1 KB for the system.
+    # An SM has 228 KB; each CTA takes 1 KB of it for the system.
     while (footprint(inputs, "backward", params).shared_bytes or 0) * per_sm > 224 << 10 and params.num_stages > 2:
         params = dataclasses.replace(params, num_stages=params.num_stages - 1)
     return params

@@ -96,11 +96,11 @@ class LatentOperands[Operand](NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LatentContext:
-    """All that a role of a warpgroup needs.
+    """Everything that a warpgroup role needs.
 
     Attributes:
       my_rows: rows of the sequence that this CTA has.
-      zero: 0, but no constant: JAX 0.12 refuses a slice that it sees to hang over the end of an array.
+      zero: a 0 that is not a constant: JAX 0.12 refuses a slice that it can see to exceed an array.
     """
 
     call: LatentCall
@@ -129,7 +129,7 @@ class LatentContext:
         return cls(call, dtype, operands, results, scratch, work, warpgroup, my_rows, zero=warpgroup * 0)
 
     def page_of(self, step: Scalar) -> jax.Array:
-        """Entry of the page table for a step, or behind the last step for the last one."""
+        """Entry of the page table for a step; after the last step, that of the last one."""
         block = self.work.first + lax.min(step, self.work.total - 1)
         column = lax.min(lax.div(block, jnp.int32(self.call.blocks_per_page)), jnp.int32(self.call.columns - 1))
         return self.operands.page_table[self.work.sequence * self.call.columns + column]
@@ -209,8 +209,8 @@ def attend_left(ctx: LatentContext, acc: Ref) -> None:
     m, row_sum, _ = lax.fori_loop(1, work.total, functools.partial(left_step, ctx, acc), carry)
     plgpu.wgmma(acc, p_tile(ctx, work.total - 1), scratch.left.get_mma_tile(work.total - 1))
     scale = normaliser(row_sum)
-    # Before the wait for the last PV, so that the second consumer has it in time. Threads write and threads read it:
-    # the barrier orders them, and no async-proxy fence is needed.
+    # Stored before the wait for the last PV, so that the second consumer has it in time. Threads write and read it: the
+    # barrier orders them, and no async-proxy fence is needed.
     scratch.scales[NORMALISER, :] = scale
     plgpu.barrier_arrive(scratch.finished)
     lse = row_lse(m, row_sum)
@@ -274,8 +274,8 @@ def left_step(
 def issue_scores(ctx: LatentContext, scores: Ref, step: Scalar) -> None:
     """Waits for each part of C of a step, and issues S = QCᵀ, summed over the parts."""
     scratch = ctx.scratch
-    # The descriptors of Q do not change from step to step, and would all be kept in registers, others spilled for them:
-    # indexing Q by a zero that depends on the step has them recomputed.
+    # The descriptors of Q do not change from step to step; the compiler would keep all of them in registers and spill
+    # others: indexing Q by a zero that depends on the step has them recomputed.
     zero = opaque_zero(step, STEP_BITS)
     # The left part comes last: its slot was the last to be released.
     for query, ring in (
@@ -355,14 +355,14 @@ def attend_right(ctx: LatentContext, acc: Ref) -> None:
         next_page = ctx.page_of(step + 1)
         for ring in (right, rest):
             ring.load_from_shared(step)
-        # P and alpha are there, and S of the step is complete: only now may rows of V be cleared, which S has read as
+        # P and alpha are ready, and S of the step is complete: only now may rows of V be cleared, which S has read as
         # K.
         plgpu.barrier_wait(scratch.ready.at[right.slot(step)])
         alpha = plgpu.load(scratch.scales.at[right.slot(step)], layout=row_layout())
         acc[...] = acc[...] * across(alpha, HALF)
         clear_masked_values(ctx, right, step, page)
         plgpu.wgmma(acc, p_tile(ctx, step), right.get_mma_tile(step))
-        # This consumer has nothing of its own to run beside its MMA: it overlaps with the first one's work.
+        # This consumer has no other work to overlap with its MMA, which overlaps with the first consumer's work.
         plgpu.wgmma_wait(0)
         right.release(step)
         rest.release(step)
@@ -425,8 +425,8 @@ def latent_kernel(
     ``[splits, sequences, row_tiles · 64]``.
 
     Args:
-      query: ``[sequences, rows, 576]``, padded to a multiple of 8 rows for TMA: those beyond ``call.rows`` hold
-        anything, and so do their results.
+      query: ``[sequences, rows, 576]``, padded to a multiple of 8 rows for TMA: those beyond ``call.rows`` may hold
+      anything, and so may their results.
       pages: ``[num_pages, page_size, 576]``.
       page_table: ``[sequences · columns]`` int32.
       lengths: ``[sequences]`` int32.

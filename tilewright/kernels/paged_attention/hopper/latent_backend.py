@@ -28,7 +28,7 @@ COMBINE_OVERHEAD = 6
 """Cost of the launch that combines splits, in steps."""
 
 MIN_TILES = 2
-"""Steps that a split should have, for its partial results are written and read again."""
+"""Steps that a split should have at least, because its partial results are written and read again."""
 
 MAX_SPLITS = 64
 

@@ -30,10 +30,10 @@ SIZES = HALF, HALF, LATENT_DIM - VALUE_DIM
 """Columns of the parts in which latents are loaded: both halves of V, and the rest, as wide as P of a step."""
 
 STAGES = 2
-"""Stages of the rings of latents: a third does not fit beside Q."""
+"""Stages of the rings of latents: a third stage does not fit beside Q."""
 
 NORMALISER = STAGES
-"""Row of ``LatentScratch.scales`` behind those of alpha, which holds 1 / l after the last step."""
+"""Row of ``LatentScratch.scales`` after those of alpha, which holds 1 / l after the last step."""
 
 
 class LatentScratch[R, M](NamedTuple):
@@ -165,7 +165,7 @@ def work_of_program(call: LatentCall, program: Scalar, lengths_ref: Ref) -> Late
     length = lax.min(length, jnp.int32(min(call.capacity, FAR)))
     visible_end = full_end = length
     if call.right is not None:
-        # By the tokens of the first row and of the last one.
+        # Bounded by the tokens of the first row and of the last one.
         token = lax.div(row_tile * ROWS, jnp.int32(call.heads))
         last = lax.min(lax.div(row_tile * ROWS + (ROWS - 1), jnp.int32(call.heads)), jnp.int32(call.q_length - 1))
         visible_end = lax.max(lax.min(length, position + last + (call.right + 1)), jnp.int32(0))

@@ -87,7 +87,7 @@ class ChunkOperands[Operand](NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkContext:
-    """All that a role of a warpgroup needs.
+    """Everything that a warpgroup role needs.
 
     Attributes:
       warpgroup: index of the warpgroup: the consumers, then the producer.
@@ -96,8 +96,8 @@ class ChunkContext:
       has_work: whether there is a tile at that index.
       steps: blocks of keys, at least one.
       first_bits: index in ``operands.bits`` of step 0.
-      full_from, full_until: in these steps every row sees all keys of a block whose pages are all there.
-      zero: 0, but no constant: JAX 0.12 refuses a slice that it sees to hang over the end of an array.
+      full_from, full_until: in these steps every row sees all keys of a block whose pages are all present.
+      zero: a 0 that is not a constant: JAX 0.12 refuses a slice that it can see to exceed an array.
       my_rows: rows of the tile that this consumer owns.
     """
 
@@ -159,7 +159,7 @@ class ChunkContext:
         )
 
     def work_again(self) -> TileWork:
-        """The tile, read anew: what only few blocks need would be kept in registers, and others spilled for it."""
+        """The tile, read again: values that only few blocks need would stay in registers and make others spill."""
         return read_work(self.call, self.operands, self.order_index)
 
     def first_key(self, work: TileWork, step: Scalar) -> jax.Array:
@@ -167,7 +167,7 @@ class ChunkContext:
         return (work.first(self.call.block_k) + step) * self.call.block_k
 
     def page_bits(self, step: Scalar) -> jax.Array:
-        """Bits of the pages of a step that are there; behind the last step, those of the last one."""
+        """Bits of the present pages of a step; after the last step, those of the last one."""
         return self.operands.bits[self.first_bits + lax.min(step, self.steps - 1)]
 
     def is_full(self, step: Scalar, bits: jax.Array) -> jax.Array:
@@ -201,7 +201,8 @@ def run_producer(ctx: ChunkContext) -> None:
     def load_queries(piece: Scalar, _: None) -> None:
         """Loads one head of a warpgroup's tokens. Rows that a tile does not have are filled with any tokens."""
         half, head = lax.div(piece, jnp.int32(call.group)), lax.rem(piece, jnp.int32(call.group))
-        # Clamped, as the second consumer's tokens may begin behind the last one; TMA fills what hangs over with zeros.
+        # Clamped, as the second consumer's tokens may begin after the last one; TMA fills what is out of bounds with
+        # zeros.
         token = lax.min(ctx.work.token + half * call.tokens, jnp.int32(operands.query.shape[0] - 1))
         source = operands.query.at[pl.ds(token, call.tokens), ctx.kv_head * call.group + head]
         target = scratch.rows.at[pl.ds(half * ROWS + head * call.tokens, call.tokens)]
@@ -220,8 +221,8 @@ def load_block(ctx: ChunkContext, ring: Ring, ref: Ref, step: Scalar) -> None:
     start = ctx.first_key(work, step)
     column = work.sequence * call.columns + lax.div(start, jnp.int32(call.page_size))
     row = lax.rem(start, jnp.int32(call.page_size)) if call.page_size > call.block_k else ctx.zero
-    # A page that is not there has number 0 in ``table`` (`present_pages`): it is copied all the same, because the
-    # stage's barrier counts as many copies in each step, and its keys are masked.
+    # An absent page has number 0 in ``table`` (`present_pages`): it is copied nevertheless, because the stage's barrier
+    # counts as many copies in each step, and its keys are masked.
     pages = [ctx.operands.table[column + number] for number in range(call.pages_per_block)]
     ring.load_from_dram(step, *(ref.at[page, pl.ds(row, call.page_rows), ctx.kv_head] for page in pages))
 
@@ -282,7 +283,7 @@ def attend_step(
     def qk_beside_pv(scores: Ref) -> tuple[RowState, jax.Array]:
         k_ring.load_from_shared(step)
         issue_qk(ctx, scores, step)
-        # Behind the issue of QKᵀ, which runs while rows of V are cleared.
+        # After the issue of QKᵀ, which runs while rows of V are cleared.
         wait_values(ctx, step - 1, bits_before)
         plgpu.wgmma(acc, state.p, v_ring.get_mma_tile(step - 1))
         # wait_n=1: QKᵀ is complete, PV may still run.
@@ -323,8 +324,8 @@ def swizzle_queries(ctx: ChunkContext) -> None:
 
 def issue_qk(ctx: ChunkContext, scores: Ref, step: Scalar) -> None:
     """Issues S = QKᵀ of a step, whose K must have arrived."""
-    # The descriptors of Q do not change from step to step, and would all be kept in registers, others spilled for them:
-    # indexing Q by a zero that depends on the step has them recomputed.
+    # The descriptors of Q do not change from step to step; the compiler would keep all of them in registers and spill
+    # others: indexing Q by a zero that depends on the step has them recomputed.
     zero = opaque_zero(step, STEP_BITS)
     rows = pl.ds((ctx.warpgroup + zero) * ROWS, ROWS)
     plgpu.wgmma(scores, ctx.scratch.q_tile.at[rows], ctx.scratch.k.get_mma_tile(step, transposed=True))
@@ -339,7 +340,7 @@ def softmax_tile(
     logits = lax.cond(
         ctx.is_full(step, bits), lambda x: x, lambda x: jnp.where(visible(ctx, step, bits), x, -jnp.inf), logits
     )
-    # Guarded, as rows without a visible key so far occur with pages that are absent and with windows.
+    # Guarded: absent pages and windows give rows that have not seen a visible key yet.
     tile = online_softmax(logits, multiplier, m, row_sum)
     return tile._replace(p=tile.p.astype(ctx.plan.dtype))
 
@@ -347,7 +348,7 @@ def softmax_tile(
 def visible(ctx: ChunkContext, step: Scalar, bits: jax.Array) -> jax.Array:
     """The mask of a step, ``[64, block_k]``, True where a key is visible."""
     call, block_k = ctx.call, ctx.call.block_k
-    # Bounds are of rows, which take two registers; of differences the compiler would keep every element.
+    # Bounds are per row and take two registers; for differences the compiler would keep every element.
     work = ctx.work_again()
     end = visible_end(ctx, work, step, bits)
     key = lax.broadcast_in_dim(masked_absent(ctx, iota(block_k, 1), bits), (ROWS, block_k), [1])
@@ -395,7 +396,7 @@ def clear_masked_values(ctx: ChunkContext, step: Scalar, bits: jax.Array) -> Non
     """Zeroes masked rows in this consumer's half of V, and waits for the other consumer to have done the same."""
     scratch = ctx.scratch
     work = ctx.work_again()
-    # A half for each consumer, also where one of them has no rows: PV then waits for half as many stores.
+    # One half for each consumer, even if one of them has no rows: PV then waits for half as many stores.
     half = ctx.call.block_k // CONSUMERS
     rows = pl.ds(ctx.warpgroup * half, half)
     for column in range(0, ctx.plan.dim, CHUNK):
@@ -440,11 +441,11 @@ def store_rows(ctx: ChunkContext, out: jax.Array, m: jax.Array, row_sum: jax.Arr
 
     @pl.when(my_tokens < call.tokens)
     def _() -> None:
-        # A copy has a static size, and must not write the tokens behind: they are of another tile.
+        # A copy has a static size, and must not write the tokens after these: they belong to another tile.
         lax.fori_loop(0, my_tokens, lambda begin, _: store_tokens(begin, 1), None)
 
     lse = row_lse(m, row_sum)
-    # Of all rows, as tiles have their own rows of lse; those without a token are not read.
+    # All rows are stored, as tiles have their own rows of lse; rows without a token are not read.
     results.lse.at[work.tile, ctx.kv_head, ctx.warpgroup][...] = lse
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -464,7 +465,7 @@ def chunk_kernel(
 ) -> AttentionResults[jax.Array]:
     """Computes out and lse of tokens, ``[tokens, heads, dim]``, and of rows, float32 ``[tiles, kv_heads, 2, 64]``.
 
-    Tokens of no tile, and rows beyond a tile's tokens, have any results.
+    The results of tokens without a tile, and of rows beyond a tile's tokens, are undefined.
 
     Args:
       query: ``[tokens, heads, dim]``.

@@ -53,7 +53,7 @@ class PallasGpuPackedAttention(InferenceImplementation[PagedInputs, Results, Hop
         return packed_reasons(inputs, device)
 
     def candidates(self, inputs: PagedInputs, device: Device, direction: Direction) -> list[HopperChunkParams]:
-        # Not three: the slot of a step would take a division, for which ptxas spills registers.
+        # Not three stages: the slot of a step would need a division, for which ptxas spills registers.
         listed = [HopperChunkParams(2), HopperChunkParams(4)]
         return [params for params in listed if not self.config_reasons(inputs, device, direction, params)]
 
@@ -104,7 +104,7 @@ def _run(inputs: PagedInputs, params: HopperChunkParams) -> Results:
     call, tokens, sequences = _call(inputs, params), inputs.tokens, inputs.sequences
     assert inputs.page_table is not None
     assert inputs.value is not None
-    # Tokens before and behind those of the sequences become two more sequences, without keys.
+    # Tokens before and after those of the sequences become two more sequences, without keys.
     cum = jnp.pad(boundaries(inputs.cum_q_lens, tokens), (1, 1), constant_values=((0, tokens),))
     lengths = jnp.pad(inputs.kv_lengths, 1)
     each = CONSUMERS * call.tokens

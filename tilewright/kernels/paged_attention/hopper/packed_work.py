@@ -1,4 +1,4 @@
-"""Host side of `packed`: shared memory, the order of the tiles of queries, and the pages that are there.
+"""Host side of `packed`: shared memory, the order of the tiles of queries, and the pages that are present.
 
 Sizes are static; what depends on lengths and on the page table is computed by XLA before the kernel.
 """
@@ -150,7 +150,7 @@ class ChunkCall:
 
     @property
     def all_pages(self) -> int:
-        """The bits of a block whose pages are all there."""
+        """The bits of a block whose pages are all present."""
         return (1 << self.pages_per_block) - 1
 
     @property
@@ -201,8 +201,8 @@ def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Arr
     """A `TileWork` of ``order_length`` tiles, flat, in the order in which they are started.
 
     The costliest tiles come first. Those that fill one consumer and those that fill two are interleaved, so that at any
-    time the same share of each kind's total cost has been started: the former are bound by memory bandwidth, the latter
-    by the tensor cores.
+    time the same share of each kind's total cost has been started: tiles of one consumer are bound by memory bandwidth,
+    those of two by the tensor cores.
 
     Args:
       lengths: lengths of the sequences of the plan's tiles, ``[tiles]``.
@@ -232,7 +232,7 @@ def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Arr
     short = plan.rows <= call.tokens
     same_kind = short[None] == short[:, None]
     started, total = (jnp.where(which & same_kind, cost, 0).sum(axis=1) for which in (before(-cost), True))
-    # 2 is behind every share, which is below 1.
+    # 2 sorts after every share, which is below 1.
     share = jnp.where(plan.rows > 0, started / jnp.maximum(total, 1), 2.0)
     rank = before(share).sum(axis=1, dtype=jnp.int32)
     fields = jnp.stack([getattr(work, field.name) for field in dataclasses.fields(TileWork)])
@@ -241,7 +241,7 @@ def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Arr
 
 
 def present_pages(page_table: jax.Array, num_pages: int, call: ChunkCall) -> tuple[jax.Array, jax.Array]:
-    """The page table, with 0 for what is not a page, and for each block of keys the bits of its pages that are there.
+    """The page table, with 0 for what is not a page, and for each block of keys the bits of its present pages.
 
     Args:
       page_table: ``[sequences, columns]``, at most ``call.columns``.

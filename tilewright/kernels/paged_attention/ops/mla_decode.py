@@ -1,4 +1,4 @@
-"""Multi-head latent attention in its absorbed form: all heads read one latent, whose first part is the value too."""
+"""Multi-head latent attention in its absorbed form: all heads read one latent, whose first part is also the value."""
 
 import dataclasses
 import math
@@ -102,7 +102,7 @@ class MlaDecode(PagedAttentionKernel):
             None,
             arguments.lengths_array("lengths", lengths, sequences),
             page_table=arguments.page_table_array(page_table, sequences),
-            # 1, the product of no numbers, if the query has one token of each sequence.
+            # 1, the empty product, if the query has one token of each sequence.
             q_length=math.prod(queries.shape[1:-2]),
             key_scale=scale,
             causal=causal,
@@ -123,7 +123,7 @@ def mla_decode(*args: Any, **kwargs: Any) -> Any:
 
     Args:
       query: ``[sequences, heads, head_dim]``, or ``[sequences, q_length, heads, head_dim]`` of several new tokens,
-        whose rotary part stands last as in the latents; float16, bfloat16, float32 or float64.
+        whose rotary part comes last, as in the latents; float16, bfloat16, float32 or float64.
       latent_pages: ``[num_pages, page_size, head_dim]``, or with a head of 1 before the last dimension, in the query's
         dtype, int8, float8_e4m3fn or float8_e5m2.
       page_table: ``[sequences, pages_per_sequence]`` integers; a page that does not exist holds nothing.
@@ -137,7 +137,7 @@ def mla_decode(*args: Any, **kwargs: Any) -> Any:
         for no bound; ``w`` means ``(w, 0)``, and ``(w, w)`` without ``causal``.
 
     Returns:
-      The query's shape with ``kv_lora_rank`` in the place of head_dim, in its dtype, with the log-sum-exp if asked for.
+      The query's shape with ``kv_lora_rank`` instead of head_dim, in its dtype, with the log-sum-exp if asked for.
 
     Raises:
       ValueError, TypeError: a wrong argument; the message holds its value.

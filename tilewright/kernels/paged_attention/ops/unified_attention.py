@@ -77,7 +77,7 @@ class UnifiedAttention(PagedAttentionKernel):
             value_scale=v_descale,
             causal=causal,
             sliding_window=_window(window_size),
-            # vLLM's 0 is no cap.
+            # In vLLM 0 means no cap.
             logits_soft_cap=softcap or None,
             softmax_aux=sinks,
             **options,

@@ -93,7 +93,7 @@ class TritonPagedAttention(InferenceImplementation[PagedInputs, Results, FwdPara
                 num_stages=stages,
             )
 
-        # Where keys take few instructions, a warp with a page a step needs no other warp, and waits for no page number.
+        # If keys take few instructions, one warp with a page per step is enough and does not wait for page numbers.
         if half and not wide and block_m < 64 and inputs.page_size == 16 and inputs.scales_constant_per_head:
             return params(16, 1)
         # A latent of 512 fits with 64 keys too, but some versions of Triton then spill (3.9; 3.6 does not).
@@ -139,7 +139,7 @@ class TritonPagedAttention(InferenceImplementation[PagedInputs, Results, FwdPara
         most = max_shared_bytes(device, LARGEST_SHARED_BYTES)
         if stored + held * inputs.dtype.itemsize > most:
             why.append(f"{params.num_stages} stages of {block_n} keys do not fit into {most} bytes of shared memory")
-        # 128 registers of each thread for O, half of those that it may have.
+        # 128 registers of each thread for O: half of its maximum.
         if block_m * power_of_two(inputs.value_dim) > 128 * 32 * (params.num_warps or 4):
             why.append(f"{block_m} rows of {inputs.value_dim} do not fit into registers of {params.num_warps} warps")
         return why
@@ -218,7 +218,7 @@ def _run(inputs: PagedInputs, params: FwdParams) -> Results:
         )  # fmt: skip
     if owned is None:
         return out, lse
-    # Tokens of no sequence were not written.
+    # Tokens without a sequence were not written.
     nothing, nothing_lse = empty_forward(inputs)
     return jnp.where(owned[:, None, None], out, nothing), jnp.where(owned[:, None], lse, nothing_lse)
 
@@ -227,7 +227,7 @@ def _constants(inputs: PagedInputs, params: FwdParams, block_g: int, tiles: int)
     """The constants of `kernels.attend`; ``tiles`` are those of a sequence, where queries are not packed."""
     block_q, half = params.q_blocksize or 1, _half(inputs)
     main, rest = _dims(inputs.head_dim, inputs.value_dim, inputs.latent_dim is not None)
-    # In pairs the columns are split over two MMAs, each of which needs MIN_DOT of them.
+    # In pairs the columns are split over two MMAs; each needs MIN_DOT of them.
     min_dim = MIN_DOT * (2 if half else 1)
     return {
         "heads": inputs.heads,

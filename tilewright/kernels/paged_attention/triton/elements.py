@@ -1,9 +1,9 @@
 """Elements of keys and values as they are stored, and their conversion to what tensor cores multiply.
 
 Elements of one byte are converted to float16, in which int8 and both kinds of float8 are exact, and two at a time: a
-pair of neighbours is loaded as 16 bits, two rows of which fill a register. An instruction or two make a pair of float16
-of it, one of each row, of all first or all second neighbours: the layout that an MMA takes. So Q, K and V are split by
-the parity of the columns, and an MMA over d is one over even columns plus one over odd columns.
+pair of neighbours is loaded as 16 bits, and two rows of pairs fill a register. An instruction or two turn it
+into a pair of float16, one of each row, of all first or all second neighbours: the layout that an MMA takes. So Q, K
+and V are split by the parity of the columns, and an MMA over d is one over even columns plus one over odd columns.
 """
 
 import functools

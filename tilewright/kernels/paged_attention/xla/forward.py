@@ -113,7 +113,7 @@ def _attend(inputs: PagedInputs, tiles: Tiles, block_k: int) -> tuple[Any, Any]:
     if inputs.right is not None:
         end = jnp.minimum(end, tiles.first + tiles.rows + inputs.right)
     end = jnp.where(tiles.rows > 0, end, 0)
-    # From a multiple of ``block_k`` on, so that the pieces of a block begin where pieces of pages do.
+    # Begins at a multiple of ``block_k``, so that the pieces of a block begin where pieces of pages do.
     start = low // block_k * block_k
     steps = jnp.max(-(-(end - start) // block_k), initial=0)
     source = Source.of(inputs, block_k)
@@ -166,7 +166,7 @@ def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: State) -> Any:
     shift = finite_shift(row_max)
     probabilities, shrink = jnp.exp(logits - shift[..., None]), jnp.exp(state[0] - shift)
     total = state[1] * shrink + jnp.sum(probabilities, axis=-1)
-    # Behind the sum: it is a factor of V, not of P.
+    # After the sum: it is a factor of V, not of P.
     if block.value_scale is not None:
         probabilities = probabilities * _by_head(block.value_scale)
     block_out = jnp.einsum(
@@ -186,7 +186,7 @@ class Source:
 
     Attributes:
       block_k: positions per block.
-      piece: contiguous positions within a page, of which a block is composed.
+      piece: contiguous positions within a page; a block consists of such pieces.
     """
 
     inputs: PagedInputs

@@ -28,7 +28,7 @@ class Order:
     """The order that a build process reads from its standard input.
 
     Attributes:
-      builds: each pickled separately, so that one that cannot be unpickled there fails alone.
+      builds: each pickled separately, so that if one cannot be unpickled there, only that one fails.
       jobs: number of compilers at once.
       timeout_s: seconds for each build.
     """
@@ -102,7 +102,7 @@ class BackgroundBuilds:
         """Ends the processes, with their compilers."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()  # its compilers are no children of this process: it ends them itself
+                process.terminate()  # its compilers are not children of this process: it ends them itself
         for process in self._processes:
             try:
                 process.wait(10)
