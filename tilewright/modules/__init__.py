@@ -9,7 +9,7 @@ from tilewright.kernels.grouped_matmul.op import GroupedMatmul, grouped_matmul
 from tilewright.kernels.linear_cross_entropy.kl import LinearKlDivergence, linear_kl_divergence
 from tilewright.kernels.linear_cross_entropy.log_probs import linear_log_probs
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy, linear_cross_entropy
-from tilewright.kernels.matmul.collective import all_gather_matmul, matmul_reduce_scatter
+from tilewright.kernels.matmul.distributed.op import all_gather_matmul, matmul_reduce_scatter
 from tilewright.kernels.matmul.glu import Glu, glu
 from tilewright.kernels.matmul.op import Matmul, matmul
 from tilewright.kernels.norms.op import LayerNorm, RmsNorm, layer_norm, rms_norm

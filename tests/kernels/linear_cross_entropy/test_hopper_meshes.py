@@ -39,9 +39,12 @@ def test_each_device_has_some_classes(check_vma: bool):
     weight = jax.device_put(weight / 8, NamedSharding(mesh, P(None, "vocab")))
 
     def share(platform: str, x: Any, weight: Any) -> Any:
-        statistics = functools.partial(
-            LinearCrossEntropy(), labels=labels, axis_name="vocab", label_smoothing=0.1, platform=platform
-        )
+        kernel = LinearCrossEntropy()
+
+        def statistics(x: Any, weight: Any) -> Any:
+            options = {"axis_name": "vocab", "label_smoothing": 0.1, "platform": platform}
+            return kernel(kernel.prepare(x, weight, labels, **options))
+
         out, pull_back = jax.vjp(statistics, x, weight)
         d_x, d_weight = pull_back(tuple(jnp.ones_like(each) for each in out))
         return *out, d_x, d_weight.T

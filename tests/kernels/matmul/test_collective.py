@@ -14,9 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import tilewright
 from tests.support.suites import crossed
-from tilewright.kernels.matmul.remote import if_in_order
-from tilewright.kernels.matmul.rings import strategy_of
+from tilewright.kernels.matmul.distributed.remote import if_in_order
+from tilewright.kernels.matmul.distributed.rings import strategy_of
+from tilewright.kernels.op.choice import Choice, Platform
+from tilewright.kernels.op.distributed import PlanParams
 from tilewright.modules import all_gather_matmul, matmul, matmul_reduce_scatter
+from tilewright.ops import Autotuner, ConfigCache, ConfigSelectorChain, Tuner, find_invocations, overlay_cache
 from tilewright.ops.tuning.numerics import violations
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.known_devices import find_device
@@ -288,7 +291,7 @@ def test_auto_takes_the_remote_kernel_between_two_gpus(
     op: str, shapes: Any, dtype: str, order: tuple[int, ...], remote: bool, check_vma: bool, monkeypatch: Any
 ):
     in_order = order == tuple(sorted(order))
-    monkeypatch.setattr("tilewright.kernels.matmul.remote.devices_in_order", lambda _: in_order)
+    monkeypatch.setattr("tilewright.kernels.matmul.distributed.remote.devices_in_order", lambda _: in_order)
     with tilewright.target_device("NVIDIA H100 80GB HBM3", count=len(order)) as target:
         mesh = target.make_mesh((len(order),), ("x",))
         specs = [P(*tuple(spec)[-2:]) for spec in SPECS[op]]
@@ -315,7 +318,7 @@ def test_auto_takes_the_remote_kernel_between_two_gpus(
          {"strategy": "tree"}),
         (r"matmul_reduce_scatter: strategy='remote' cannot serve this call: needs a GPU", (1, 8, 8), (8, 4),
          {"strategy": "remote"}),
-        (r"axis_name='y' is no axis of a shard_map around the call", (1, 8, 8), (8, 4), {"axis_name": "y"}),
+        (r"axis_name='y' is no axis of a surrounding jax.shard_map", (1, 8, 8), (8, 4), {"axis_name": "y"}),
         (r"platform='cudnn' must be None", (1, 8, 8), (8, 4), {"platform": "cudnn"}),
         (r"precision='best' must be None", (1, 8, 8), (8, 4), {"precision": "best"}),
     ],
@@ -371,3 +374,76 @@ def test_the_remote_kernel_wants_a_hopper_gpu():
 def test_a_single_device_needs_no_remote_kernel():
     arrays = operands(1)
     check(all_of(split("gather", mesh_of(1), strategy="remote"))(*arrays), expected(*arrays))
+
+
+def plans_of(op: str, function: Any, *operands: Any) -> dict[str, Any]:
+    """What is explained of the calls of an op, by direction."""
+    name = OPS[op].__name__
+    return {call.direction: call for call in tilewright.explain(function, *operands) if call.op == name}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_plans_are_explained(op: str):
+    found = plans_of(op, all_of(split(op, mesh_of(4))), *operands(4))
+    assert sorted(found) == ["backward", "forward"]
+    for call in found.values():
+        assert call.config.implementation == "mesh:collective"
+        assert "probably slower" in call.choice.rejected["mesh:ring"][0]
+    assert "needs a GPU" in found["forward"].choice.rejected["mesh:remote"][0]
+    assert found["backward"].choice.rejected["mesh:remote"] == ("it has no kernel for gradients",)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_plans_are_measured_and_then_taken(op: str):
+    """On a mesh of this process's devices, both directions, each checked against the oracle."""
+    function = all_of(split(op, mesh_of(4)))
+    invocations = [i for i in find_invocations(function, *operands(4)) if i.kernel.name == OPS[op].__name__]
+    entries = Autotuner(Tuner(1, 2, isolation="none"), chooser=ConfigSelectorChain(ConfigCache())).tune(*invocations)
+    assert len(entries.entries) == len(invocations) == 2
+    for entry in entries.entries:
+        assert [each.config.algorithm for each in entry.candidates] == ["collective", "ring", "bidirectional"]
+        assert all(each.eligible and each.check == "passed" for each in entry.candidates), entry
+    ring = ConfigCache()
+    for inv in invocations:
+        ring.put(inv.key, Choice(Platform.MESH, "ring", PlanParams()))
+    with overlay_cache(ring):
+        found = plans_of(op, function, *operands(4))
+        assert {call.config.algorithm for call in found.values()} == {"ring"}
+        assert collectives(function.lower(*operands(4)).compile().as_text()).keys() >= {"collective-permute"}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("strategy", ["collective", "ring"])
+def test_operands_that_all_devices_share(op: str, strategy: Any):
+    """Their type varies over no axis, that of the result and what follows does."""
+    lhs, rhs, _ = operands(4, leading=())
+
+    def loss(lhs: Any, rhs: Any) -> Any:
+        out = OPS[op](lhs, rhs, axis_name="x", strategy=strategy)
+        assert jax.typeof(out).manual_axis_type.varying == {"x"}
+        return lax.psum(jnp.sum(out), "x")
+
+    mapped = jax.shard_map(loss, mesh=mesh_of(4), in_specs=(P(), P()), out_specs=P())
+    found, gradients = jax.jit(jax.value_and_grad(mapped, (0, 1)))(lhs, rhs)
+    times = 16 if op == "gather" else 4
+    exact = np.asarray(lhs, np.float64) @ np.asarray(rhs, np.float64)
+    np.testing.assert_allclose(found, times * exact.sum(), rtol=1e-4)
+    np.testing.assert_allclose(gradients[1], times * np.outer(np.asarray(lhs).sum(0), np.ones(rhs.shape[1])), rtol=1e-4)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_remote_call_has_gradients_by_another_plan(op: str):
+    with tilewright.target_device("NVIDIA H100 80GB HBM3", count=2) as target:
+        mesh = target.make_mesh((2,), ("x",))
+        with jax.sharding.use_abstract_mesh(mesh):
+            specs = [P(*tuple(spec)[-2:]) for spec in SPECS[op]]
+            structs = [
+                jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for spec in specs
+            ]
+            mapped = jax.shard_map(
+                lambda *xs: OPS[op](*xs, axis_name="x", strategy="remote"),
+                mesh=mesh, in_specs=tuple(specs[:2]), out_specs=specs[2],
+            )  # fmt: skip
+            found = plans_of(op, all_of(mapped), *structs)
+    assert found["forward"].config.algorithm == "remote"
+    assert found["backward"].config.algorithm == "collective"

@@ -1,7 +1,7 @@
 """The divergence of a student from a teacher: its argument list, and the parts that all its backends share."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -38,8 +38,7 @@ from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.roofline import Cost, array_bytes
 from tilewright.kernels.op.sharding import AxisName, Partitioning, devices_along, gathered
-from tilewright.ops.kernel.kernel import Invocation, errors_naming
-from tilewright.ops.kernel.prepared import prepare
+from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.stable_ids import stable_id
 
 
@@ -98,6 +97,24 @@ class LinearKlDivergence(PortfolioKernel[KlInputs, KlResults]):
             reduction=reduction_name(reduction),
             platform=arguments.platforms(platform),
         )
+
+    def distributed(self, cfg: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+        """The divergence over a vocabulary that ``axis_name`` splits, or the types of the arrays."""
+        if len(args) == 1:
+            return None  # prepared inputs are those of a part
+        given = dict(zip(_POSITIONAL, args, strict=False)) | dict(kwargs)
+        axis_name, matrices = given.get("axis_name"), (given.get("student_weight"), given.get("teacher_weight"))
+        if axis_name is None and not splits_vocabulary(given.get("vocab_first", False), *matrices):
+            return None
+        inputs = self.prepare(*args, **kwargs)
+        if axis_name is not None:
+            devices_along(axis_name, "vocabulary")
+            return lambda: _of_parts(inputs, cfg, axis_name)
+        split = TypedSplit.of(inputs)
+        if split is None:
+            return None
+        out = split.tokens if inputs.reduction == "none" else PartitionSpec()
+        return lambda: split.run(lambda part: _of_parts(part, cfg, split.vocab, split.token_names), inputs, out)
 
     def reference(self, inputs: KlInputs) -> Any:
         """The oracle: promote narrow arrays for exact results."""
@@ -171,6 +188,7 @@ def _mask_array(mask: object, tokens: tuple[int, ...]) -> jax.Array:
 
 
 _LINEAR_KL_DIVERGENCE = LinearKlDivergence()
+_POSITIONAL = ("student_x", "student_weight", "teacher_x", "teacher_weight")
 
 
 @public_function(LinearKlDivergence.prepare)
@@ -207,24 +225,8 @@ def linear_kl_divergence(
       ValueError, TypeError: a wrong argument; the message holds its value.
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
-    kernel: Any = _LINEAR_KL_DIVERGENCE
-    axis_name, cfg = options.get("axis_name"), options.get("cfg")
-    arrays = (student_x, student_weight, teacher_x, teacher_weight)
-    if axis_name is None and not splits_vocabulary(options.get("vocab_first", False), student_weight, teacher_weight):
-        return kernel(*arrays, **options)
-    (inputs,), _ = prepare(kernel, arrays, options)
-    with errors_naming(kernel):
-        if axis_name is not None:
-            devices_along(axis_name, "vocabulary")
-            return _of_parts(inputs, cfg, axis_name)
-        split = TypedSplit.of(inputs)
-        if split is None:
-            return kernel(inputs, cfg=cfg)
-        out = split.tokens if inputs.reduction == "none" else PartitionSpec()
-        divergence: jax.Array = split.run(
-            lambda part: _of_parts(part, cfg, split.vocab, split.token_names), inputs, out
-        )
-        return divergence
+    divergence: jax.Array = _LINEAR_KL_DIVERGENCE(student_x, student_weight, teacher_x, teacher_weight, **options)
+    return divergence
 
 
 def _of_parts(inputs: KlInputs, cfg: object, axis_name: AxisName, token_names: tuple[str, ...] = ()) -> jax.Array:

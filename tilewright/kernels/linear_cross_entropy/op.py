@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -47,8 +47,7 @@ from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.roofline import Cost, array_bytes
 from tilewright.kernels.op.sharding import AxisName, Partitioning, devices_along, explicit_mesh, gathered
-from tilewright.ops.kernel.kernel import Invocation, errors_naming
-from tilewright.ops.kernel.prepared import prepare
+from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.stable_ids import stable_id
 
 BACKENDS = (
@@ -129,6 +128,30 @@ class LinearCrossEntropy(PortfolioKernel[LossInputs, LossResults]):
             return_lse=arguments.flag("return_lse", return_lse),
             platform=arguments.platforms(platform),
         )
+
+    def distributed(self, cfg: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+        """The loss over a vocabulary that ``axis_name`` splits, or the types of the arrays."""
+        if len(args) == 1:
+            return None  # prepared inputs are those of a part
+        axis_name, weight = kwargs.get("axis_name"), args[1] if len(args) > 1 else kwargs.get("weight")
+        # A probability below ``gradient_epsilon`` is known where the whole vocabulary is.
+        whole = kwargs.get("gradient_epsilon") is not None
+        if axis_name is None and (whole or not splits_vocabulary(kwargs.get("vocab_first", False), weight)):
+            return None
+        inputs = self.prepare(*args, **kwargs)
+        if axis_name is not None:
+            labels, ignored = args[2] if len(args) > 2 else kwargs["labels"], int(kwargs.get("ignore_index", -100))
+            vocab = inputs.vocab * devices_along(axis_name, "vocabulary")
+            check_labels_on_host(labels, vocab, ignored)
+            # As prepared, those of other devices' parts are not known.
+            inputs = inputs.replace(labels=labels_array(labels, inputs.labels.shape, vocab, ignored))
+            return lambda: _of_parts(inputs, cfg, axis_name)
+        split = TypedSplit.of(inputs)
+        if split is None:
+            return None
+        of_loss = split.tokens if inputs.reduction == "none" else PartitionSpec()
+        out = (of_loss, split.tokens) if inputs.return_lse else of_loss
+        return lambda: split.run(lambda part: _of_parts(part, cfg, split.vocab, split.token_names), inputs, out)
 
     def reference(self, inputs: LossInputs) -> Any:
         """The oracle: promote narrow arrays for exact results."""
@@ -241,30 +264,9 @@ def linear_cross_entropy(x: ArrayLike, weight: ArrayLike, labels: ArrayLike, **o
       ValueError, TypeError: a wrong argument; the message holds its value.
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
-    kernel, axis_name, cfg = _LINEAR_CROSS_ENTROPY, options.get("axis_name"), options.get("cfg")
-    first, ignore_index = options.get("vocab_first", False), options.get("ignore_index", -100)
-    if axis_name is None:
-        check_labels(x, weight, labels, first, ignore_index)
-        # A probability below ``gradient_epsilon`` is known where the whole vocabulary is.
-        if options.get("gradient_epsilon") is not None or not splits_vocabulary(first, weight):
-            return kernel(x, weight, labels, **options)  # which prepares an eager call in one program
-    (inputs,), _ = prepare(kernel, (x, weight, labels), options)
-    with errors_naming(kernel):
-        if axis_name is not None:
-            vocab, ignored = inputs.vocab * devices_along(axis_name, "vocabulary"), int(ignore_index)
-            check_labels_on_host(labels, vocab, ignored)
-            # As prepared, those of other devices' parts are not known.
-            inputs = inputs.replace(labels=labels_array(labels, inputs.labels.shape, vocab, ignored))
-            return _of_parts(inputs, cfg, axis_name)
-        split = TypedSplit.of(inputs)
-        if split is None:
-            return kernel(inputs, cfg=cfg)
-        of_loss = split.tokens if inputs.reduction == "none" else PartitionSpec()
-        return split.run(
-            lambda part: _of_parts(part, cfg, split.vocab, split.token_names),
-            inputs,
-            (of_loss, split.tokens) if inputs.return_lse else of_loss,
-        )
+    if options.get("axis_name") is None:
+        check_labels(x, weight, labels, options.get("vocab_first", False), options.get("ignore_index", -100))
+    return _LINEAR_CROSS_ENTROPY(x, weight, labels, **options)
 
 
 def _of_parts(inputs: LossInputs, cfg: object, axis_name: AxisName, token_names: tuple[str, ...] = ()) -> Any:

@@ -32,11 +32,13 @@ class DistributedInputs(OpInputs):
       devices: the number of devices along the axis.
       strategy: the name of the plan that the caller wants; "auto" for any.
       axis: the mesh axis, or several. Its name changes no program, so it is in no key.
+      kernel: that of the calls that a plan makes; set before a plan runs.
     """
 
     devices: int = static(kw_only=True)
     strategy: str = static(default="auto", role="call", kw_only=True)
     axis: AxisName = static(default="devices", role="stage", kw_only=True)
+    kernel: Any = static(default=None, role="stage", kw_only=True)
 
 
 @stable_id("tilewright/distributed.PlanParams")
@@ -52,27 +54,31 @@ class PlanParams:
 
 
 class Plan[Inputs: DistributedInputs, Results](Implementation[Inputs, Results, PlanParams, PlanParams], abc.ABC):
-    """A way to compute a call over several devices; ``algorithm`` is its name."""
+    """A way to compute a call over several devices; ``algorithm`` is its name.
+
+    Attributes:
+      stands_for: strategies without a backward pass, for whose gradients this plan may be taken.
+    """
 
     platform: ClassVar[Platform] = Platform.MESH
     forward_params: ClassVar[type] = PlanParams
     backward_params: ClassVar[type] = PlanParams
     forward_mode: ClassVar[bool] = True
     symbolic_dimensions: ClassVar[bool] = True
+    stands_for: ClassVar[frozenset[str]] = frozenset()
 
     @abc.abstractmethod
-    def plan_reasons(self, inputs: Inputs, device: Device) -> list[str]:
-        """Every reason why the plan cannot serve a call, in either direction."""
+    def plan_reasons(self, inputs: Inputs, device: Device, direction: Direction) -> list[str]:
+        """Every reason why the plan cannot serve a call, beside the caller's wish for another one."""
 
     @abc.abstractmethod
     def is_best(self, inputs: Inputs, device: Device, direction: Direction) -> bool:
         """True if a model predicts the least time for it."""
 
     def reasons(self, inputs: Inputs, device: Device, direction: Direction) -> list[str]:
-        wanted = inputs.strategy in ("auto", self.algorithm)
-        return ([] if wanted else [f"the caller wants strategy={inputs.strategy!r}"]) + self.plan_reasons(
-            inputs, device
-        )
+        why = self.plan_reasons(inputs, device, direction)
+        wanted = {"auto", self.algorithm} | (self.stands_for if direction == "backward" else frozenset())
+        return why if inputs.strategy in wanted else [f"the caller wants strategy={inputs.strategy!r}", *why]
 
     def candidates(self, inputs: Inputs, device: Device, direction: Direction) -> Iterable[PlanParams]:
         return [PlanParams()]
@@ -89,7 +95,13 @@ class TracedPlan[Inputs: DistributedInputs, Results](Plan[Inputs, Results], abc.
 
 
 class DistributedOp[Inputs: DistributedInputs, Results](ChoosingOp[Inputs, Results], abc.ABC):
-    """An op whose backends are plans; ``platform`` of its inputs is that of the calls on the parts."""
+    """An op whose backends are plans; ``platform`` of its inputs is that of the calls on the parts.
+
+    Attributes:
+      kernel: the op whose calls a plan makes; ``None`` if it needs none.
+    """
+
+    kernel: ClassVar[ChoosingOp[Any, Any] | None] = None
 
     def check_strategy(self, inputs: Inputs, device: Device) -> None:
         """Raises unless there is a plan of the name that the caller gave, which can serve the call.
@@ -108,11 +120,11 @@ class DistributedOp[Inputs: DistributedInputs, Results](ChoosingOp[Inputs, Resul
             raise ValueError(f"strategy={inputs.strategy!r} cannot serve this call: {'; '.join(why)}")
 
     def completed(self, inputs: Inputs) -> Inputs:
-        """The inputs with types that vary over the axis, as all results do."""
+        """The inputs with the kernel of a plan's calls, and with types that vary over the axis, as all results do."""
         axes = frozenset[str]()
         with contextlib.suppress(NameError):  # while a program is only described, there is no axis
             axes = varying_axes(lax.axis_index(inputs.axis))
-        return vary_over(axes | varying_axes(inputs), inputs) if axes else inputs
+        return vary_over(axes | varying_axes(inputs), inputs).replace(kernel=self.kernel)
 
     def partitioning(self, inputs: Inputs) -> Partitioning | None:
         """None: the caller's ``shard_map`` has split the call."""

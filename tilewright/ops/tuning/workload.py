@@ -25,6 +25,7 @@ from tilewright.ops.lowering.gradients import array_labels
 from tilewright.ops.lowering.lowering import results_of
 from tilewright.ops.lowering.stages import map_axes
 from tilewright.ops.tuning.numerics import promoted, tree_violations
+from tilewright.ops.types import MappedAxis
 from tilewright.ops.utils.untraced import numerics_here
 
 SEED = 20
@@ -124,9 +125,18 @@ class Workload:
         if self._inv.kernel.measured_with_gradients:
             code = with_gradients(self._call.function(config, self._mapped, self._device))
         else:
-            avals = [jax.typeof(operand) for operand in self.operands]
-            code = code_of(self._call, config, avals, self._mapped, self._device)
+            code = self._stage(self._call, config, self._mapped)
         return self._inv.kernel.measured(self._inv, code)
+
+    def _stage(self, call: Call, config: object, mapped: tuple[MappedAxis, ...]) -> Callable[..., list[Any]]:
+        """A stage as a function that finds its code where it is traced, which may be inside ``shard_map``."""
+
+        def code(*operands: jax.Array) -> list[Any]:
+            avals = [jax.typeof(operand) for operand in operands]
+            found: list[Any] = code_of(call, config, avals, mapped, self._device)(*operands)
+            return found
+
+        return code
 
     def _sampled(self) -> tuple[list[Any], Any]:
         """Random arguments, those of mapped leaves stacked along the mapped axes."""
@@ -160,10 +170,13 @@ class Workload:
         pair = gradient_form(inv.kernel) == "residuals"
         stage = dataclasses.replace(self._call, stage="forward" if pair else "run")
         avals = [jax.typeof(operand) for operand in self.operands]
-        program = stage.program(forward.config, avals, forward_inv.mapped, self._device)
-        results = stage.tree(results_of(program)).unflatten(
-            jax.jit(code_of(stage, forward.config, avals, forward_inv.mapped, self._device))(*self.operands)
+        declared = inv.kernel.types_cfg(is_split=False)
+        of_types = stage.program(
+            forward.config if declared is None else declared, avals, forward_inv.mapped, self._device
         )
+        tree = stage.tree(results_of(of_types))
+        code = self._stage(stage, forward.config, forward_inv.mapped)
+        results = tree.unflatten(jax.jit(inv.kernel.measured(forward_inv, code))(*self.operands))
         out, residuals = results if pair else (results, ())
         keys = iter(jax.random.split(jax.random.key(SEED + 1), 1 + len(jax.tree.leaves(out))))
         cotangents = jax.tree.map(lambda x: _cotangent(next(keys), x), out)

@@ -24,7 +24,6 @@ class ContextInputs(DistributedInputs):
       longest: tokens of the longest packed sequence, if its boundaries are known on the host.
       return_lse: the caller gets the log-sum-exp, and may differentiate it.
       unbatched: the caller's arrays have no batch dimension.
-      kernel: that of every call that a device makes; set before a plan runs.
     """
 
     query: Float[Array, "batch q_length heads head_dim"]
@@ -48,7 +47,6 @@ class ContextInputs(DistributedInputs):
     precision: Any = static(default=None)
     return_lse: bool = static(default=False, role="call")
     unbatched: bool = static(default=False, role="call")
-    kernel: Any = static(default=None, role="stage")
 
     @functools.cached_property
     def rows(self) -> Layout:

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +45,10 @@ class ContextParallelOp(DistributedOp[ContextInputs, Any], Portfolio[ContextInpu
     """Attention over a sequence whose rows are split; see ``context_parallel_attention`` for the arguments.
 
     JAX differentiates the plan that is chosen, so one choice is for both passes, and is measured with both.
-
-    Attributes:
-      kernel: that of the calls that a device makes.
     """
 
     differentiable: ClassVar[bool] = True
     measured_with_gradients: ClassVar[bool] = True
-    kernel: ClassVar[Portfolio[Any, Any]]
 
     def __init__(self) -> None:
         plans = ("RingAttention", "GatheredAttention", "UlyssesAttention")
@@ -134,9 +130,6 @@ class ContextParallelOp(DistributedOp[ContextInputs, Any], Portfolio[ContextInpu
             check_manual(AxisType.Auto)
         return inputs
 
-    def completed(self, inputs: ContextInputs) -> ContextInputs:
-        return super().completed(inputs).replace(kernel=self.kernel)
-
     def resolve_config(self, cfg: object, inv: Invocation[Choice, Any]) -> Choice | None:
         """A plan as it is; any other config is for every call that a device makes, in the plan that the model takes."""
         if isinstance(cfg, Choice) and self.backends.find(cfg) is not None:
@@ -158,9 +151,11 @@ class ContextParallelOp(DistributedOp[ContextInputs, Any], Portfolio[ContextInpu
     def reference(self, inputs: ContextInputs) -> Any:
         """The oracle inside ``shard_map``: that of ``flash_attention`` with the keys and values of all devices."""
 
+        attention = cast("Portfolio[Any, Any]", self.kernel)
+
         def oracle(*args: Any, cfg: object, **options: Any) -> Any:
-            (call,), _ = prepare(self.kernel, args, options)
-            return self.kernel.reference(call)
+            (call,), _ = prepare(attention, args, options)
+            return attention.reference(call)
 
         return self.outputs(inputs, gathered_attention(self.completed(inputs).replace(kernel=oracle), None))
 

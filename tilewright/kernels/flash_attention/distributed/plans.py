@@ -36,7 +36,7 @@ class RingAttention(ContextPlan):
 
     algorithm: ClassVar[str | None] = "ring"
 
-    def plan_reasons(self, inputs: ContextInputs, device: Device) -> list[str]:
+    def plan_reasons(self, inputs: ContextInputs, device: Device, direction: Direction) -> list[str]:
         return []
 
     def forward(self, inputs: ContextInputs, params: PlanParams) -> Results:
@@ -48,7 +48,7 @@ class GatheredAttention(ContextPlan):
 
     algorithm: ClassVar[str | None] = "all_gather"
 
-    def plan_reasons(self, inputs: ContextInputs, device: Device) -> list[str]:
+    def plan_reasons(self, inputs: ContextInputs, device: Device, direction: Direction) -> list[str]:
         return []
 
     def forward(self, inputs: ContextInputs, params: PlanParams) -> Results:
@@ -60,7 +60,7 @@ class UlyssesAttention(ContextPlan):
 
     algorithm: ClassVar[str | None] = "ulysses"
 
-    def plan_reasons(self, inputs: ContextInputs, device: Device) -> list[str]:
+    def plan_reasons(self, inputs: ContextInputs, device: Device, direction: Direction) -> list[str]:
         why = ulysses_reason(inputs)
         return [f"it splits the heads: {why}"] if why else []
 
