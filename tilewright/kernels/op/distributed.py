@@ -7,13 +7,12 @@ ops on the parts. A plan is chosen like any backend: explained, measured on a me
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.op.choice import Choice, Platform
@@ -137,13 +136,9 @@ class DistributedOp[Inputs: DistributedInputs, Results](ChoosingOp[Inputs, Resul
         found, wanted = len(jax.local_devices(backend=inv.target.kind)), self.inputs_of(inv).devices
         return "" if found >= wanted else f"needs {wanted} devices of this process, which has {found}"
 
-    def measured(self, inv: Invocation[Choice, Any], function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of one part as one of a mesh of this process's devices, all of which get the same part.
-
-        Its results are those of the first device.
-        """
-        inputs, names = self.inputs_of(inv), axis_names(self.inputs_of(inv).axis)
+    def measured_on(self, inv: Invocation[Choice, Any]) -> jax.sharding.Mesh:
+        """A mesh of this process's devices with the axes of the call."""
+        inputs = self.inputs_of(inv)
+        names = axis_names(inputs.axis)
         devices = np.array(jax.local_devices(backend=inv.target.kind)[: inputs.devices])
-        mesh = jax.sharding.Mesh(devices.reshape(-1, *(1 for _ in names[1:])), names)
-        whole = PartitionSpec()
-        return jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        return jax.sharding.Mesh(devices.reshape(-1, *(1 for _ in names[1:])), names)

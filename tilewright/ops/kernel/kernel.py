@@ -192,9 +192,9 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """The reason why a call cannot be measured in this process; empty if it can."""
         return ""
 
-    def measured(self, inv: "Invocation[Cfg, Out]", function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that is measured, and checked, in place of one of a call's arrays: by default the same."""
-        return function
+    def measured_on(self, inv: "Invocation[Cfg, Out]") -> jax.sharding.Mesh | None:
+        """The mesh on which a call of each of its devices is measured, inside ``shard_map``; ``None``: one device."""
+        return None
 
     def config_reasons(self, inv: "Invocation[Cfg, Out]", cfg: object) -> Sequence[str]:
         """Reasons why a config cannot run the call; a cached config with reasons is a miss, a candidate is not

@@ -15,7 +15,7 @@ from tilewright.ops.config.tuner import Timer
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.parts import Arguments
 from tilewright.ops.tuning.device_lock import DeviceLock, device_lock_on
-from tilewright.ops.tuning.timing import timer_for
+from tilewright.ops.tuning.timing import WallTimer, timer_for
 from tilewright.ops.tuning.workload import Workload
 from tilewright.ops.utils.untraced import numerics_here
 
@@ -215,7 +215,9 @@ def local_bench(
     device, device_lock = inv.target, device_lock_on(inv.target)
     with device_lock.shared():
         work = Workload(inv, chooser, inputs, verify=verify)
-        timer = timer or timer_for(device)
+        if timer is None:
+            # Kernels that wait for other devices are busy meanwhile, and those of all devices run side by side.
+            timer = timer_for(device) if inv.kernel.measured_on(inv) is None else WallTimer()
     work.start_oracle(device_lock.shared)
     # On a CPU, compiling while measuring would disturb the times.
     ahead = 0 if device.kind == "cpu" else max(0, min(8, (os.cpu_count() or 1) - 1))

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from tilewright.ops.config.chooser import ConfigChooser
 from tilewright.ops.config.context import current_overrides
@@ -57,7 +58,8 @@ class Workload:
         arrays, structure = self._sampled() if inputs is None else split(inputs)
         selector = Selector(chooser, None, current_overrides())
         self._call = Call(inv.kernel, selector, structure, (None,) * len(arrays))
-        self.operands: list[Any] = [jnp.asarray(a) for a in arrays]
+        self._mesh = inv.kernel.measured_on(inv)
+        self.operands: list[Any] = [self._placed(jnp.asarray(a)) for a in arrays]
         self._mapped = inv.mapped
         if inv.direction == "backward":
             self._add_cotangents(chooser)
@@ -126,7 +128,21 @@ class Workload:
             code = with_gradients(self._call.function(config, self._mapped, self._device))
         else:
             code = self._stage(self._call, config, self._mapped)
-        return self._inv.kernel.measured(self._inv, code)
+        return self._on_mesh(code)
+
+    def _placed(self, array: jax.Array) -> jax.Array:
+        """The array on every device of the mesh on which the call is measured."""
+        if self._mesh is None:
+            return array
+        placed: jax.Array = jax.device_put(array, jax.NamedSharding(self._mesh, PartitionSpec()))
+        return placed
+
+    def _on_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as one of every device of the mesh, all with the same operands; the first one's results."""
+        if self._mesh is None:
+            return function
+        whole = PartitionSpec()
+        return jax.shard_map(function, mesh=self._mesh, in_specs=whole, out_specs=whole, check_vma=False)
 
     def _stage(self, call: Call, config: object, mapped: tuple[MappedAxis, ...]) -> Callable[..., list[Any]]:
         """A stage as a function that finds its code where it is traced, which may be inside ``shard_map``."""
@@ -176,14 +192,14 @@ class Workload:
         )
         tree = stage.tree(results_of(of_types))
         code = self._stage(stage, forward.config, forward_inv.mapped)
-        results = tree.unflatten(jax.jit(inv.kernel.measured(forward_inv, code))(*self.operands))
+        results = tree.unflatten(jax.jit(self._on_mesh(code))(*self.operands))
         out, residuals = results if pair else (results, ())
         keys = iter(jax.random.split(jax.random.key(SEED + 1), 1 + len(jax.tree.leaves(out))))
         cotangents = jax.tree.map(lambda x: _cotangent(next(keys), x), out)
         per_output = tuple(cotangents) if isinstance(cotangents, tuple | list) else (cotangents,)
         rest, extra = split((residuals, per_output))
         self._num_cotangents = len(jax.tree.leaves(per_output))
-        self.operands += rest
+        self.operands += [self._placed(jnp.asarray(x)) for x in rest]
         # All results of a mapped forward pass are mapped.
         self._mapped = tuple(
             dataclasses.replace(axis, mapped=axis.mapped[:count] + (True,) * len(rest)) for axis in inv.mapped
@@ -207,7 +223,7 @@ class Workload:
         mapped = map_axes(functools.partial(function, part), self._mapped)
         if self._inv.kernel.measured_with_gradients:
             mapped = with_gradients(mapped)
-        run_reference = jax.jit(self._inv.kernel.measured(self._inv, mapped), compiler_options=options)
+        run_reference = jax.jit(self._on_mesh(mapped), compiler_options=options)
         # Some devices round the operands of float32 matmuls by default; that is part of lowp's error, not of ref's.
         with jax.default_matmul_precision("highest"):
             ref = run_reference(*promoted(self.operands))
