@@ -125,14 +125,14 @@ class RingProtocol:
         if len(slot.released) == self.consumers:
             self._slots[step % self.num_stages] = _Slot(step + self.num_stages)
 
-    def drain(self, last_step: int) -> None:
-        """The producer has nothing more to load after ``last_step``."""
-        for step in range(max(last_step - self.num_stages + 1, 0), last_step + 1):
+    def drain(self, steps: int) -> None:
+        """The producer has nothing more to load after so many steps."""
+        for step in range(max(steps - self.num_stages, 0), steps):
             if self._slots[step % self.num_stages].step <= step:
                 raise self._fail("drain", step, "the consumers are not done with it")
         for slot in self._slots:
             if slot.filling:
-                raise self._fail("drain", slot.step, f"loaded although step {last_step} was the last")
+                raise self._fail("drain", slot.step, f"loaded although the producer is done after {steps} steps")
 
 
 class Warpgroup:

@@ -49,9 +49,9 @@ class ReferenceRing:
         """The consumer's side."""
         return ReferenceConsumer(self, warpgroup)
 
-    def drain(self, last_step: int) -> None:
-        """Checks that the consumers have released everything up to ``last_step``."""
-        self.protocol.drain(last_step)
+    def drain(self, steps: int) -> None:
+        """Checks that the consumers have released all of so many steps."""
+        self.protocol.drain(steps)
 
     def land(self, step: int) -> None:
         """Completes the copy of ``step`` if there is one: it may land any time until somebody has waited for it."""

@@ -98,8 +98,8 @@ def streaming_matmul(
                 b_ring.load_from_dram(step, b_tile)
                 b_ring.copy_to_shared(step)
 
-        a_ring.drain(steps - 1)
-        b_ring.drain(steps - 1)
+        a_ring.drain(steps)
+        b_ring.drain(steps)
 
     def body(operands: tuple[Ref, Ref], out_ref: Ref, scratch: tuple[Ring, Ring, Ref]) -> None:
         a_ring, b_ring, out_smem = scratch

@@ -48,7 +48,7 @@ def test_any_interleaving_that_keeps_to_the_protocol_adds_up(
         warpgroups[who].wgmma_wait(0)
         side.release(step)
         done[who] += 1
-    ring.drain(steps - 1)
+    ring.drain(steps)
     total = source.sum(axis=0)
     np.testing.assert_allclose(sums, left @ (total.T if transposed else total), rtol=1e-4, atol=1e-3)
 
@@ -76,8 +76,8 @@ def overlapped_attention(keys: ReferenceRing, values: ReferenceRing, wait: int) 
         k.release(step)
         warpgroup.wgmma_wait(0)
         v.release(step - 1)
-    keys.drain(5)
-    values.drain(4)
+    keys.drain(6)
+    values.drain(5)
     assert warpgroup.in_flight == 0
 
 
@@ -165,16 +165,16 @@ def test_a_double_release():
 
 def test_drain_wants_everything_released_and_nothing_more():
     ring = ring_of()
-    ring.drain(-1)
+    ring.drain(0)
     ring.load_from_dram(0, tiles(1)[0])
-    with pytest.raises(ProtocolError, match="although step -1 was the last"):
-        ring.drain(-1)
+    with pytest.raises(ProtocolError, match="although the producer is done after 0 steps"):
+        ring.drain(0)
     side = ring.seen_by(Warpgroup(0))
     side.load_from_shared(0)
     with pytest.raises(ProtocolError, match=r"drain of step 0.*not done"):
-        ring.drain(0)
+        ring.drain(1)
     side.release(0)
-    ring.drain(0)
+    ring.drain(1)
 
 
 def test_writers_fill_a_slot_together():

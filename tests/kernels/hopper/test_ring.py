@@ -11,7 +11,7 @@ import pytest
 
 from tests.kernels.hopper.streaming_matmul import Fault, streaming_matmul
 from tests.support.mosaic_interpret import KernelError, interpret_mosaic
-from tilewright.kernels.hopper.ring import RingPlan
+from tilewright.kernels.hopper.ring import RingPart, RingPlan
 from tilewright.kernels.hopper.shared import SharedTile
 
 
@@ -67,7 +67,20 @@ def test_scratch_has_the_shapes_and_arrivals_of_the_plan():
     assert plan.shared_bytes == 3 * 128 * 96 * 2 + 2 * 3 * 8
     narrow = SharedTile((64, 64), jnp.int8)
     assert RingPlan(narrow, 2, 2, writers=2).scratch()[1].num_arrivals == 2
-    assert RingPlan(narrow, 2, 1, copies=4).scratch()[1].num_arrivals == 4
+    assert RingPlan((RingPart(narrow, copies=4),), 2, 1).scratch()[1].num_arrivals == 4
+
+
+def test_parts_of_a_stage_share_its_barriers():
+    lhs, rhs = SharedTile((64, 64), jnp.bfloat16), SharedTile((64, 128), jnp.bfloat16, 128, panelled=True)
+    plan = RingPlan((RingPart(lhs, 2), RingPart(rhs, multicast=True)), 3, consumers=2, cluster=2, owners=2)
+    stages, _, full, empty = plan.scratch()
+    assert stages.shape == (3, 2, 64, 64)
+    assert (full.num_arrivals, full.num_barriers) == (2 + 2, (6,))
+    assert (type(empty), empty.num_arrivals, empty.num_barriers) == (plgpu.ClusterBarrier, 2, (3,))
+    assert plan.shared_bytes == 3 * (2 * 64 * 64 + 64 * 128) * 2 + (6 + 3) * 8
+    assert plan.targets == [(0, (0,)), (0, (1,)), (1, ())]
+    with pytest.raises(ValueError, match=re.escape("self.plan.owners=2")):
+        RingPlan(lhs, 3, consumers=1, owners=2).bind(None, None, None).after(3)
 
 
 def test_rows_of_numbers_stay_as_they_are():
@@ -85,14 +98,20 @@ def test_rows_of_numbers_stay_as_they_are():
         ({"num_stages": 33}, "self.num_stages=33"),
         ({"consumers": 0}, "self.consumers=0"),
         ({"writers": -1}, "self.writers=-1"),
-        ({"copies": 0}, "self.copies=0"),
-        ({"copies": 3}, "self.copies=3"),
-        ({"copies": 2, "writers": 1}, "need TMA"),
+        ({"num_stages": 17, "owners": 2}, "self.owners=2"),
+        ({"cluster": 0}, "self.cluster=0"),
+        ({"stage": (RingPart(SharedTile((64, 64), jnp.bfloat16), copies=2),), "writers": 1}, "need TMA"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(change: dict, reason: str):
     with pytest.raises(ValueError, match=re.escape(reason)):
-        RingPlan(**({"tile": SharedTile((64, 64), jnp.bfloat16), "num_stages": 2, "consumers": 1} | change))
+        RingPlan(**({"stage": SharedTile((64, 64), jnp.bfloat16), "num_stages": 2, "consumers": 1} | change))
+
+
+@pytest.mark.parametrize("copies", [0, 3])
+def test_copies_that_do_not_share_the_rows_are_refused(copies: int):
+    with pytest.raises(ValueError, match=re.escape(f"self.copies={copies}")):
+        RingPart(SharedTile((64, 64), jnp.bfloat16), copies=copies)
 
 
 @pytest.mark.parametrize(

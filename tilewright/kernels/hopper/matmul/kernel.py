@@ -21,8 +21,7 @@ from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, S
 from tilewright.kernels.hopper.matmul.store import store_tile
 from tilewright.kernels.hopper.matmul.turns import pass_turn, take_last_turn, wait_turn
 from tilewright.kernels.hopper.panels import PanelRef, mma
-from tilewright.kernels.hopper.ring import when
-from tilewright.kernels.hopper.stages import CLUSTER_AXIS, Stages
+from tilewright.kernels.hopper.ring import CLUSTER_AXIS, Ring, when
 from tilewright.kernels.hopper.tiles import store_unoptimised
 from tilewright.kernels.hopper.types import Ref, Scalar
 
@@ -219,9 +218,9 @@ def produce_item(
 
     def load(factors: Factors, first: Scalar, step: Scalar, _: None) -> None:
         k = work.k + step * plan.lhs.block_k
-        sources = [plan.lhs.slices(factors.lhs, work.matrix, first_row, k, lhs_part)]
+        sources = [*plan.lhs.slices(factors.lhs, work.matrix, first_row, k, lhs_part)]
         for layout, ref, part in zip(plan.rhs, factors.rhs, rhs_parts, strict=True):
-            sources.append(layout.slices(ref, work.matrix, first_column, k, part))
+            sources += layout.slices(ref, work.matrix, first_column, k, part)
         # One wait for the slot, then all operands of the step: they are released together, too.
         stages.load_from_dram(first + step, *sources, owner=owner)
         if also is not None:
@@ -287,7 +286,7 @@ def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators:
             # Behind the last step instead it was within 1.5 % either way (docs/notes/hopper_matmul.md): 0.902 ms for
             # 0.915 at 64 groups, 1.255 for 1.241 at 8.
             pl.when(index == work.steps - 1)(lambda: pass_turn(context))
-        stages.wait_loaded(step, owner)
+        stages.load_from_shared(step, owner)
         if work.k_end is not None:
             mask_step(context, step, work.k_end - (work.k + index * plan.lhs.block_k))
         issue(context, stages, step, accumulators)
@@ -308,7 +307,7 @@ def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators:
     return sums
 
 
-def issue(context: MatmulContext, stages: Stages, step: Scalar, accumulators: Sequence[Ref]) -> None:
+def issue(context: MatmulContext, stages: Ring, step: Scalar, accumulators: Sequence[Ref]) -> None:
     """Issues the MMAs of a K step, one for each operand of rhs."""
     plan = context.plan
     lhs = plan.lhs.lhs_tile(stages, step, context.share, plan.params.consumer_rows)

@@ -22,11 +22,11 @@ def mask_step(context: Any, step: Scalar, rest: Scalar) -> None:
 
     @pl.when(rest < plan.lhs.block_k)
     def _() -> None:
-        zero_rows(stages.tile(step, 0, share), rest)
+        zero_rows(stages.get_mma_tile(step, number=share), rest)
 
         def mask_rhs() -> None:
             for part in range(1, len(stages.plan.parts)):
-                zero_rows(stages.tile(step, part), rest)
+                zero_rows(stages.get_mma_tile(step, part=part), rest)
 
         when(share == 0, mask_rhs)
         # wgmma reads through the async proxy, to which stores of threads are visible only after a fence.

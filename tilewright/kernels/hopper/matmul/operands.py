@@ -10,8 +10,8 @@ import numpy as np
 
 from tilewright.kernels.hopper.limits import SWIZZLE_ROWS, TMA_STRIDE_BYTES
 from tilewright.kernels.hopper.matmul.params import BLOCK_BYTES
+from tilewright.kernels.hopper.ring import Ring, RingPart
 from tilewright.kernels.hopper.shared import SharedTile
-from tilewright.kernels.hopper.stages import StagePart, Stages
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 
@@ -36,7 +36,7 @@ class OperandLayout:
         """Elements of a K step."""
         return BLOCK_BYTES // self.dtype.itemsize
 
-    def part(self, block: int, consumers: int, multicast: bool) -> StagePart:
+    def part(self, block: int, consumers: int, multicast: bool) -> RingPart:
         """The tiles of a stage.
 
         Args:
@@ -46,11 +46,11 @@ class OperandLayout:
         if self.k_first:
             # Consumers have columns of their own: panels are chosen while the kernel is traced, not by an index.
             tile = SharedTile((self.block_k, block // consumers), self.dtype, BLOCK_BYTES, self.panelled)
-            return StagePart(tile, consumers, multicast)
+            return RingPart(tile, consumers, multicast=multicast)
         # A row is one swizzle width, so the tile is one panel: one copy from an array of any length.
-        return StagePart(SharedTile((block, self.block_k), self.dtype, BLOCK_BYTES, True), 1, multicast)
+        return RingPart(SharedTile((block, self.block_k), self.dtype, BLOCK_BYTES, True), 1, multicast=multicast)
 
-    def slices(self, ref: Ref, matrix: Scalar | None, start: Scalar, k: Scalar, part: StagePart) -> Sequence[Ref]:
+    def slices(self, ref: Ref, matrix: Scalar | None, start: Scalar, k: Scalar, part: RingPart) -> Sequence[Ref]:
         """The slices of the array that the tiles of a stage are loaded from."""
         rows, columns = part.tile.shape
         matrices = (matrix,) if self.stacked else ()
@@ -58,18 +58,18 @@ class OperandLayout:
             start, k = (pl.multiple_of(jnp.asarray(x), y) for x, y in ((start, columns), (k, SWIZZLE_ROWS)))
         if not self.k_first:
             return [ref.at[*matrices, pl.ds(start, rows), pl.ds(k, columns)]]
-        starts = [start + number * columns for number in range(part.count)]
+        starts = [start + number * columns for number in range(part.count or 1)]
         return [ref.at[*matrices, pl.ds(k, rows), pl.ds(first, columns)] for first in starts]
 
-    def lhs_tile(self, stages: Stages, step: Scalar, consumer: Scalar, rows: int) -> Ref:
+    def lhs_tile(self, stages: Ring, step: Scalar, consumer: Scalar, rows: int) -> Ref:
         """A consumer's rows of lhs, ``[rows, k]`` or ``[k, rows]``."""
         if self.k_first:
-            return stages.tile(step, 0, consumer)
-        return stages.tile(step, 0).at[pl.ds(consumer * rows, rows)]
+            return stages.get_mma_tile(step, number=consumer)
+        return stages.get_mma_tile(step).at[pl.ds(consumer * rows, rows)]
 
-    def rhs_tile(self, stages: Stages, step: Scalar, part: int) -> Ref:
+    def rhs_tile(self, stages: Ring, step: Scalar, part: int) -> Ref:
         """A tile of rhs as ``[k, n]``."""
-        tile = stages.tile(step, part)
+        tile = stages.get_mma_tile(step, part=part)
         # A view, nothing moves: wgmma takes 16-bit operands in either major order, and 8-bit ones with K contiguous
         # only.
         return tile if self.k_first else tile.T

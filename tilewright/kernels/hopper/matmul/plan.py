@@ -10,8 +10,8 @@ from tilewright.kernels.hopper.limits import BARRIER_BYTES, SHARED_BYTES, WARPGR
 from tilewright.kernels.hopper.matmul.operands import OperandLayout
 from tilewright.kernels.hopper.matmul.params import BLOCK_BYTES, MatmulParams
 from tilewright.kernels.hopper.matmul.schedule import TileShape
+from tilewright.kernels.hopper.ring import RingPlan
 from tilewright.kernels.hopper.shared import SharedTile
-from tilewright.kernels.hopper.stages import StagePlan
 from tilewright.kernels.op.footprint import Footprint
 
 
@@ -49,14 +49,14 @@ class MatmulPlan:
         return TileShape(params.block_m, self.columns, params.cluster_m, params.cluster_n, params.band)
 
     @property
-    def stages(self) -> StagePlan:
+    def stages(self) -> RingPlan:
         """The ring of the operands: lhs, then those of rhs."""
         params = self.params
         # The CTAs of a cluster along n have the same rows, those along m the same columns. In turns each consumer reads
         # the whole tile of its own items; else they split lhs, and all read rhs.
         parts = [self.lhs.part(params.block_m, params.sharers, params.cluster_n > 1)]
         parts += [layout.part(self.columns, 1, params.cluster_m > 1) for layout in self.rhs]
-        return StagePlan(tuple(parts), params.num_stages, params.sharers, params.cluster, params.owners)
+        return RingPlan(tuple(parts), params.num_stages, params.sharers, cluster=params.cluster, owners=params.owners)
 
     @property
     def store_tile(self) -> SharedTile:

@@ -68,7 +68,7 @@ def accumulate_scaled(context: Any, work: Work, first: Scalar, scales: Scales) -
         sums, (of_rows, of_columns) = carry
         step = first + index
         following = scales_of(index + 1)
-        stages.wait_loaded(step)
+        stages.load_from_shared(step, owner=0)
         added = []
         for number, total in enumerate(sums):
             # A turn for each part, not for each step: with the registers of one part a consumer cannot issue the next
@@ -94,7 +94,7 @@ def product(context: Any, step: Scalar, number: int, accumulator: Ref) -> jax.Ar
     """The sum of a step for one block of columns; the turn is passed on when its MMAs are issued."""
     plan, stages = context.plan, context.scratch.stages
     lhs = plan.lhs.lhs_tile(stages, step, context.share, plan.params.consumer_rows)
-    rhs = stages.tile(step, 1).at[pl.ds(number * SCALE_BLOCK, SCALE_BLOCK)].T
+    rhs = stages.get_mma_tile(step, part=1).at[pl.ds(number * SCALE_BLOCK, SCALE_BLOCK)].T
     # The accumulator starts from zeros in every step and part: what wgmma sums is K = 128, and never more.
     mma(accumulator, lhs, rhs)
     # Behind the issue, not behind the wait: a call took 1.54 ms so, and 1.74 where the turn was passed on when all MMAs

@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import RingPlan
+from tilewright.kernels.hopper.ring import RingPart, RingPlan
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.paged_attention.inputs import FAR
@@ -73,8 +73,8 @@ class ChunkPlan:
     @property
     def keys(self) -> RingPlan:
         """The ring of K; that of V is the same."""
-        tile = SharedTile((self.block_k, self.dim), self.dtype)
-        return RingPlan(tile, self.num_stages, CONSUMERS, copies=self.pages_per_block)
+        part = RingPart(SharedTile((self.block_k, self.dim), self.dtype), copies=self.pages_per_block)
+        return RingPlan((part,), self.num_stages, CONSUMERS)
 
     @property
     def queries(self) -> SharedTile:
