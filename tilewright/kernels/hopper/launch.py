@@ -8,6 +8,7 @@ import jax
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import CLUSTER_AXIS, RingPlan
 from tilewright.kernels.hopper.shared import TileStack
+from tilewright.kernels.hopper.turns import TurnsPlan
 from tilewright.kernels.hopper.types import Ref
 
 
@@ -38,7 +39,7 @@ def run_kernel[Operands, Results, Scratch](
     Args:
       operands: leaves are arrays and references to arrays.
       results: leaves are ``jax.ShapeDtypeStruct``.
-      scratch: leaves are scratch types, and plans of rings and of stacks of tiles, for which the body gets
+      scratch: leaves are scratch types, and plans of rings, of stacks of tiles and of turns, for which the body gets
         these.
       num_ctas: of the grid, whose axis is "program"; the number of clusters, if these have several CTAs.
       warpgroups: of a CTA; the body tells them apart by the axis "warpgroup". None is one, without an index.
@@ -48,7 +49,7 @@ def run_kernel[Operands, Results, Scratch](
     out_types, result_tree = jax.tree.flatten(results)
     parts, scratch_tree = jax.tree.flatten(scratch)
     scratch_types, part_tree = jax.tree.flatten(
-        [part.scratch() if isinstance(part, RingPlan | TileStack) else part for part in parts]
+        [part.scratch() if isinstance(part, RingPlan | TileStack | TurnsPlan) else part for part in parts]
     )
     first_result, first_scratch = len(arrays), len(arrays) + len(out_types)
 
@@ -56,7 +57,7 @@ def run_kernel[Operands, Results, Scratch](
         # Pallas passes references by position; from here on a kernel has them by name.
         part_refs = jax.tree.unflatten(part_tree, refs[first_scratch:])
         bound = [
-            part.bind(*each) if isinstance(part, RingPlan | TileStack) else each
+            part.bind(*each) if isinstance(part, RingPlan | TileStack | TurnsPlan) else each
             for part, each in zip(parts, part_refs, strict=True)
         ]
         named_body(

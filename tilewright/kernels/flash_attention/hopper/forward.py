@@ -85,6 +85,7 @@ from tilewright.kernels.hopper.softmax import (
     online_softmax,
 )
 from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, tile_layout
+from tilewright.kernels.hopper.turns import Turns
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 CACHED_KEYS_AND_VALUES = 24 << 20
@@ -101,7 +102,7 @@ def run_producer(ctx: ForwardContext) -> None:
     """Loads Q, K and V of all items of this CTA, and gives the first turn of the ping-pong to consumer 0."""
     plgpu.set_max_registers(REGISTERS[ctx.call.params.consumers].producer, action="decrease")
     if ctx.call.params.ping_pong:
-        plgpu.barrier_arrive(ctx.scratch.turns.at[0])
+        ctx.scratch.turns.begin()
     # No drain at the end: without a cluster no other CTA writes to this one's shared memory, and the consumers have
     # waited for every load.
     for_each_item(ctx, functools.partial(produce_item, ctx), lambda _: jnp.int32(0))
@@ -165,10 +166,8 @@ def run_consumer(ctx: ForwardContext) -> None:
     # TMA must have read the last output before the CTA exits.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if params.ping_pong:
-        # Takes the turn that the last consumer passed on in the last item.
-        @pl.when(ctx.warpgroup == 0)
-        def _() -> None:
-            plgpu.barrier_wait(ctx.scratch.turns.at[0])
+        # Every consumer has taken as many turns, so the last one has passed its last turn on to consumer 0.
+        ctx.scratch.turns.take_last(ctx.warpgroup == 0, 0)
 
 
 def initialize_s(ctx: ForwardContext, item: Scalar, step: Scalar, scores: Ref) -> None:
@@ -280,12 +279,12 @@ def first_step(ctx: ForwardContext, queued: QueuedItem, step: Scalar) -> RowStat
     def qk_alone(scores: Ref) -> tuple[jax.Array, jax.Array | None]:
         # Before the turn: it writes registers only, and would keep the tensor cores idle behind the wait.
         initialize_s(ctx, queued.item, jnp.int32(0), scores)
-        ctx.ping_pong_wait()
+        ctx.wait_turn()
         q_ring.load_from_shared(queued.index)
         # Keys that stay in the rings have been waited for in the item that loaded them.
         when(queued.loads, lambda: k_ring.load_from_shared(step))
         issue_qk(ctx, q_ring.get_mma_tile(queued.index), step, scores)
-        ctx.ping_pong_arrive()
+        ctx.pass_turn()
         bits = draw_bits(ctx, queued.item, jnp.int32(0))
         return scores[...], bits
 
@@ -313,12 +312,12 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
 
         def qk_beside_pv(scores: Ref) -> RowState:
             initialize_s(ctx, queued.item, item_step, scores)
-            ctx.ping_pong_wait()
+            ctx.wait_turn()
             when(queued.loads, lambda: k_ring.load_from_shared(step))
             # QKᵀ before PV: the softmax waits for the older of the two groups, and PV runs beside it.
             issue_qk(ctx, q_tile, step, scores)
             issue_pv(ctx, acc, state.p, queued, step - 1)
-            ctx.ping_pong_arrive()
+            ctx.pass_turn()
             bits = draw_bits(ctx, queued.item, item_step)
             # wait_n=1: QKᵀ is complete, PV may still run.
             s = plgpu.wgmma_accumulator_load(scores, wait_n=0 if call.softmax_after_pv else 1)
@@ -420,7 +419,7 @@ def last_pv_beside_next_step(
 
     def qk_beside_pv(scores: Ref) -> RowState:
         initialize_s(ctx, next_item, jnp.int32(0), scores)
-        ctx.ping_pong_wait()
+        ctx.wait_turn()
 
         @pl.when(has_next)
         def _() -> None:
@@ -429,7 +428,7 @@ def last_pv_beside_next_step(
 
         issue_qk(ctx, q_ring.get_mma_tile(next_index), step, scores)
         issue_pv(ctx, acc, p, queued, last)
-        ctx.ping_pong_arrive()
+        ctx.pass_turn()
         bits = draw_bits(ctx, next_item, jnp.int32(0))
         s = plgpu.wgmma_accumulator_load(scores, wait_n=1)
 
@@ -585,7 +584,7 @@ def forward_kernel(
     )
 
     def body(
-        operands: ForwardOperands[Ref], results: AttentionResults[Ref], scratch: ForwardScratch[Ring, Ref]
+        operands: ForwardOperands[Ref], results: AttentionResults[Ref], scratch: ForwardScratch[Ring, Turns, Ref]
     ) -> None:
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         my_rows = pl.ds(warpgroup * ROWS, ROWS)

@@ -13,11 +13,11 @@ from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan, ForwardScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import BiasTiles, ScoreArrays, ScoreOptions
-from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import decode_tile_index
 from tilewright.kernels.hopper.softmax import AttentionResults
 from tilewright.kernels.hopper.tiles import ROWS
+from tilewright.kernels.hopper.turns import Turns
 from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 
 
@@ -124,7 +124,7 @@ class ForwardContext:
     call: ForwardCall
     operands: ForwardOperands[Ref]
     results: AttentionResults[Ref]
-    scratch: ForwardScratch[Ring, Ref]
+    scratch: ForwardScratch[Ring, Turns, Ref]
     program: jax.Array
     warpgroup: jax.Array
     my_rows: pl.Slice
@@ -153,16 +153,15 @@ class ForwardContext:
             return None
         return self.bias_tiles.read(step, self.warpgroup, present=present)
 
-    def ping_pong_wait(self) -> None:
-        """Waits for this consumer's turn to issue MMAs."""
+    def wait_turn(self) -> None:
+        """Waits for this consumer's turn to issue MMAs, under ``ping_pong``."""
         if self.call.params.ping_pong:
-            plgpu.barrier_wait(self.scratch.turns.at[self.warpgroup])
+            self.scratch.turns.wait(self.warpgroup)
 
-    def ping_pong_arrive(self) -> None:
-        """Gives the turn to the next consumer."""
+    def pass_turn(self) -> None:
+        """Gives the turn to the next consumer, under ``ping_pong``."""
         if self.call.params.ping_pong:
-            consumers = self.call.params.consumers
-            plgpu.barrier_arrive(self.scratch.turns.at[lax.rem(self.warpgroup + 1, jnp.int32(consumers))])
+            self.scratch.turns.pass_on(self.warpgroup)
 
 
 def for_each_item[Carry](

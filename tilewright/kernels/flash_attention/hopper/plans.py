@@ -22,19 +22,20 @@ from tilewright.kernels.hopper.limits import DQ_REGISTERS, REGISTERS, SHARED_BYT
 from tilewright.kernels.hopper.ring import RingPlan
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS
+from tilewright.kernels.hopper.turns import TurnsPlan
 
 FORWARD_RESERVED = 2048
 """Shared memory of the forward kernel for lse, the barriers of the ping-pong and alignment, in bytes."""
 
 
-class ForwardScratch[R, M](NamedTuple):
+class ForwardScratch[R, T, M](NamedTuple):
     """Shared memory of the forward kernel: plans of rings and types or, in the kernel, what they bind.
 
     Attributes:
       q: tiles of a work item.
       k, v: tiles of a step.
       lse: ``[consumers, 64]`` float32, where lse waits for its store.
-      turns: a barrier for each consumer, on which it waits for its turn to issue MMAs under ``ping_pong``.
+      turns: of the consumers, to issue MMAs under ``ping_pong``.
       out: ``[block_q, value_dim]``, where O waits for its store; None if it takes the place of Q.
       bias: tiles of a step, of each consumer; None unless the bias passes through shared memory.
     """
@@ -44,7 +45,7 @@ class ForwardScratch[R, M](NamedTuple):
     v: R
     bias: R | None
     lse: M
-    turns: M
+    turns: T
     out: M | None
 
 
@@ -85,7 +86,7 @@ class ForwardPlan:
         tile = SharedTile((params.block_k, columns), self.dtype, 2 * width, self.panelled)
         return RingPlan(tile, params.num_stages, params.consumers)
 
-    def scratch(self) -> ForwardScratch[RingPlan, object]:
+    def scratch(self) -> ForwardScratch[RingPlan, TurnsPlan, object]:
         """The rings, and scratch types of the buffers and of the barriers."""
         consumers = self.params.consumers
         return ForwardScratch(
@@ -94,7 +95,7 @@ class ForwardPlan:
             v=self.values,
             bias=self.bias,
             lse=plgpu.SMEM((consumers, ROWS), jnp.float32),
-            turns=plgpu.Barrier(num_barriers=consumers),
+            turns=TurnsPlan(consumers),
             out=self.output.stack() if self.own_output else None,
         )
 

@@ -10,7 +10,7 @@ of a cluster share the tiles of one operand; each of them loads a half for both:
 
 All consumers work on one tile, so its epilogue and its store overlap with no MMAs. With ``turns`` each of two consumers
 has whole tiles of its own, which take as many registers as half a tile of both, so these are smaller and load more for
-each MMA: for items of few steps (``turns.py``)::
+each MMA: for items of few steps (``hopper/turns.py``)::
 
     consumer 0      MMAs of tile 0 | epilogue · store | MMAs of tile 2 | ...
     consumer 1                       MMAs of tile 1   | epilogue · store | MMAs of tile 3 | ...
@@ -47,6 +47,6 @@ a sum over several devices                  `scattered_matmul`  the producer sen
 float32, other strides                      declined            TF32 wgmma wants K in the rows of both
 ==========================================  ==================  ==========================================
 
-Files in reading order: ``params``, ``operands``, ``schedule``, ``plan``, ``kernel``, ``turns``, ``epilogue``,
-``store``, then ``sending``, ``gathered``, ``scattered``; ``heuristics`` has the model by which configs are ordered.
+Files in reading order: ``params``, ``operands``, ``schedule``, ``plan``, ``kernel``, ``epilogue``, ``store``, then
+``sending``, ``gathered``, ``scattered``; ``heuristics`` has the model by which configs are ordered.
 """

@@ -19,10 +19,10 @@ from tilewright.kernels.hopper.matmul.plan import MatmulPlan
 from tilewright.kernels.hopper.matmul.scaled import Scales, accumulate_scaled
 from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, Schedule, Work
 from tilewright.kernels.hopper.matmul.store import store_tile
-from tilewright.kernels.hopper.matmul.turns import pass_turn, take_last_turn, wait_turn
 from tilewright.kernels.hopper.panels import PanelRef, mma
 from tilewright.kernels.hopper.ring import CLUSTER_AXIS, Ring, when
 from tilewright.kernels.hopper.tiles import store_unoptimised
+from tilewright.kernels.hopper.turns import TurnsPlan
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 
@@ -141,10 +141,9 @@ def matmul_kernel(
     scratch = Scratch(
         plan.stages,
         plan.store_tile.stack(params.consumers, plan.store_buffers),
-        # One arrival: each phase is completed by a single warpgroup, which has zeroed the rhs of a stage or passes its
-        # turn on.
+        # One arrival: each phase is completed by the single warpgroup that has zeroed the rhs of a stage.
         plgpu.Barrier(num_arrivals=1, num_barriers=params.num_stages) if masks and params.sharers > 1 else None,
-        plgpu.Barrier(num_arrivals=1, num_barriers=params.consumers) if params.turns or scales is not None else None,
+        TurnsPlan(params.consumers) if params.turns or scales is not None else None,
     )
     out: tuple[jax.Array, ...] = run_kernel(
         body,
@@ -192,9 +191,7 @@ def run_producer(context: MatmulContext) -> None:
     if context.registers is not None:
         plgpu.set_max_registers(context.registers.producer, action="decrease")
     if context.scratch.turns is not None:
-        # The producer, which takes no turn, begins the round: a consumer that did would have to be told apart in the
-        # loop.
-        plgpu.barrier_arrive(context.scratch.turns.at[0])
+        context.scratch.turns.begin()
     steps, _ = for_each_item(context, functools.partial(produce_item, context))
     # Without a cluster all loads of a CTA have been waited for when its consumers are done.
     if params.cluster > 1:
@@ -244,7 +241,9 @@ def run_consumer(context: MatmulContext) -> None:
         plgpu.set_max_registers(context.registers.consumer, action="increase")
     _, items = for_each_item(context, role)
     if context.scratch.turns is not None:
-        take_last_turn(context, items)
+        # With items of their own the consumer that would have the next item has the turn; else all end a round.
+        owner = lax.rem(jnp.asarray(items, jnp.int32), jnp.int32(params.consumers)) if params.turns else 0
+        context.scratch.turns.take_last(context.warpgroup == owner, context.warpgroup)
     # TMA must have read the buffers before the CTA exits and its shared memory goes to the next one.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -277,15 +276,16 @@ def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators:
 
     The turn is passed on before the last step, so that MMAs are in flight while that is masked and the turn changes.
     """
-    plan, stages, turns = context.plan, context.scratch.stages, context.plan.params.turns
-    owner = context.warpgroup if turns else 0
+    plan, stages = context.plan, context.scratch.stages
+    turns = context.scratch.turns if plan.params.turns else None
+    owner = 0 if turns is None else context.warpgroup
 
     def one(index: Scalar, _: None) -> None:
         step = first + index
-        if turns:
+        if turns is not None:
             # Behind the last step instead it was within 1.5 % either way (docs/notes/hopper_matmul.md): 0.902 ms for
             # 0.915 at 64 groups, 1.255 for 1.241 at 8.
-            pl.when(index == work.steps - 1)(lambda: pass_turn(context))
+            pl.when(index == work.steps - 1)(lambda: turns.pass_on(context.warpgroup))
         stages.load_from_shared(step, owner)
         if work.k_end is not None:
             mask_step(context, step, work.k_end - (work.k + index * plan.lhs.block_k))
@@ -295,10 +295,10 @@ def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators:
         plgpu.wgmma_wait(len(accumulators))
         pl.when(index > 0)(lambda: stages.release(step - 1))
 
-    if turns:
-        wait_turn(context)
+    if turns is not None:
+        turns.wait(context.warpgroup)
         # No last step would pass the turn on, and the other consumer would wait for ever.
-        pl.when(work.steps == 0)(lambda: pass_turn(context))
+        pl.when(work.steps == 0)(lambda: turns.pass_on(context.warpgroup))
     lax.fori_loop(0, work.steps, one, None)
     # The loads wait for the last MMAs. An item without steps has zeros and no stage.
     sums = [accumulator[...] for accumulator in accumulators]

@@ -26,7 +26,6 @@ from jax import lax
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.matmul.schedule import Work
-from tilewright.kernels.hopper.matmul.turns import pass_turn, wait_turn
 from tilewright.kernels.hopper.panels import mma
 from tilewright.kernels.hopper.tiles import row_layout, spread
 from tilewright.kernels.hopper.types import Ref, Scalar
@@ -73,7 +72,7 @@ def accumulate_scaled(context: Any, work: Work, first: Scalar, scales: Scales) -
         for number, total in enumerate(sums):
             # A turn for each part, not for each step: with the registers of one part a consumer cannot issue the next
             # MMA before its additions are done, and the tensor cores would be idle.
-            wait_turn(context)
+            context.scratch.turns.wait(context.warpgroup)
             part = pl.run_scoped(
                 lambda accumulator, number=number: product(context, step, number, accumulator),
                 plgpu.ACC((rows, SCALE_BLOCK), jnp.float32),
@@ -99,5 +98,5 @@ def product(context: Any, step: Scalar, number: int, accumulator: Ref) -> jax.Ar
     mma(accumulator, lhs, rhs)
     # Behind the issue, not behind the wait: a call took 1.54 ms so, and 1.74 where the turn was passed on when all MMAs
     # were complete (docs/notes/hopper_matmul.md).
-    pass_turn(context)
+    context.scratch.turns.pass_on(context.warpgroup)
     return accumulator[...]
