@@ -14,7 +14,6 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.support.mosaic_interpret import interpret_mosaic
-from tilewright.kernels.hopper import mosaic
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.matmul import gathered, scattered, sending
 from tilewright.kernels.hopper.matmul.gathered import gathered_matmul, gathered_params, sending_pace
@@ -139,7 +138,7 @@ def sent_to_itself() -> Iterator[Counter[str]]:
         mock.patch.object(pl, "get_global", return_value=semaphores),
         mock.patch.object(pl, "semaphore_signal", semaphores.signal),
         mock.patch.object(pl, "semaphore_wait", semaphores.wait),
-        mock.patch.object(mosaic, "remote_ref", lambda ref, device: ref),
+        mock.patch.object(plgpu, "remote_ref", lambda ref, device: ref),
         mock.patch.object(gathered, "run_kernel", semaphores.run_kernel),
         mock.patch.object(scattered, "run_kernel", semaphores.run_kernel),
         mock.patch.object(gathered, "fence_copies"),
