@@ -108,6 +108,9 @@ def words_of_bits(
     # Numbers of rows and columns: positions without bit 3. Of a row 16 w + g it is 8 w + g.
     row = w.add(w.right(row_start, 1), w.both(w.right(thread, 2), w.constant(31)))
     column = w.add(w.right(column_start, 1), w.add(*[w.both(thread, w.constant(3))] * 2))
+    # A wide multiplication a round, for four elements. Threefry-2x32, which kernels had before, took 75 instructions
+    # for two of them; with 7 rounds instead of 10 a forward pass took 1.48 ms instead of 1.58
+    # (docs/notes/hopper_attention.md).
     round_keys = [w.add(first, w.constant(PHILOX_KEY_STEP * i % (1 << 32))) for i in range(PHILOX_ROUNDS)]
     if transposed:
         # The key's second word goes with the keys' positions, which are the rows of the transposed tile.

@@ -81,6 +81,8 @@ def issue_wgmma_of_columns(accumulator: Any, a: Any, b: Any, swizzle: int) -> An
         b, swizzle=swizzle, large_tile=(width, width), group_size=(width, columns), logical_k_major=True
     )
     result = WGMMAAccumulator.from_registers(accumulator, sync=False)
+    # Threads have just written the registers of `a`, and PTX wants a fence between that and the wgmma which reads them.
+    # The optimisation barrier in it keeps LLVM from moving their arithmetic behind it.
     a, registers = wgmma_fence(a), result._value.registers.copy()
     for begin in range(0, a.shape[1], width):
         count = min(width, a.shape[1] - begin)

@@ -115,6 +115,9 @@ def fewest_at_once(row_steps: np.ndarray, matrices: int, cached: int, group: int
       cached: matrices whose columns fit the cache together: never more than these.
       group: matrices that have the same columns, and stay together.
     """
+    # In this order 256 queries and keys took 92 µs instead of 107 at head_dim 128, and 117 instead of 133 at 160. At 72
+    # it was slower, 85 instead of 79, as neighbours read the sectors that their rows share at the same time
+    # (docs/notes/hopper_attention.md).
     at_once = -(-programs // (len(row_steps) * group)) * group
     if at_once >= cached or np.ptp(row_steps) == 0:
         return min(at_once, cached)

@@ -21,6 +21,8 @@ def tile_layout() -> Any:
 
 def row_layout() -> Any:
     """The layout of one value for each row of an accumulator."""
+    # Each of the four lanes that share a row of the accumulator has a copy, so broadcasting the values to a tile moves
+    # nothing.
     return tile_layout().reduce(1)
 
 

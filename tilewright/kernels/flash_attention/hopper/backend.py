@@ -144,6 +144,8 @@ def are_listed(params: BackwardParams, mask: Mask | None) -> bool:
 
     dQ that is added up takes the registers for that; and lists do not know the steps that arrays mask.
     """
+    # A CTA for each item lost 5.8 µs an item, a fifth of the kernel at a length of 2048. Where dQ is added up, the loop
+    # over items spills 12 to 56 bytes at head_dim 256 (docs/notes/hopper_attention.md).
     return params.deterministic and split_mask(mask)[1] is None
 
 
@@ -316,6 +318,8 @@ class PallasGpuFlashAttention(Implementation[AttentionInputs, Results, HopperFor
         # What CTAs of one head read, and add to, over and over: Q, dO and the float32 accumulator of dQ.
         worked_on = q_length * sum(dims) * inputs.key.dtype.itemsize
         worked_on += 0 if params.deterministic else q_length * dims[0] * 4
+        # In groups of 16 MB the kernel took 393 µs for 16 × 1024 causal queries, and 477 before; 4099 instead of 4376
+        # for grouped heads, when the heads of a group were counted once (docs/notes/hopper_attention.md).
         # Sorting over several heads pays only if rows of tiles differ in steps. The heads of a group follow each other.
         at_once = 1 if np.ptp(queue) == 0 else max(CACHED_QUERIES // worked_on, 1)
         order = program_order(queue, batch * kv_heads * group.parts, at_once)

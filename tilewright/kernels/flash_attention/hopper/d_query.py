@@ -178,6 +178,7 @@ def convert_kernel(
       converted: rows that are done already.
       tile: of 64 rows of dQ, with all columns that the accumulator has.
     """
+    # A kernel, not a pass of XLA: 65 µs instead of 85 (docs/notes/hopper_attention.md).
     batch, q_length, heads, _ = shape
     row_tiles = -(-q_length // ROWS)
     # Backwards: the rows that were added to last are still in the L2 cache.

@@ -70,6 +70,8 @@ def bits_of_tile(key: tuple[jax.Array, jax.Array], coord: TileCoord, threshold: 
 
 def select_by_bits(tile: jax.Array, bits: jax.Array, coord: TileCoord, first: int, negates: bool) -> jax.Array:
     """`zero_dropped` and `negate_dropped` on the device."""
+    # Not `jnp.where`: LLVM moves a selection of Pallas behind the rounding to 16 bits, where it takes twice the
+    # instructions (docs/hopper.md).
     layout, first_word = tile_layout(), first // COLUMNS_PER_WORD
 
     @plgpu.inline_mgpu(

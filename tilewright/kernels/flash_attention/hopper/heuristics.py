@@ -215,6 +215,8 @@ def _few_steps(inputs: AttentionInputs) -> list[HopperForwardParams]:
 def _broad_forward(inputs: AttentionInputs, widest: int) -> list[HopperForwardParams]:
     """Tiles of 128 queries, beyond head_dim 64."""
     if 128 < widest <= 192:
+        # Two consumers: with three (192 queries, 64 or 80 keys) calls took 1 to 18 % longer
+        # (docs/notes/hopper_attention.md).
         # 128 keys do not fit beside 192 columns of queries and the output.
         found = _params([(128, 96, True, True), (128, 96, True, False), (128, 64, False, False)])
         if is_full(inputs) and max(forward_dims_of(inputs)) <= PERSISTENT_DIM:
@@ -223,11 +225,17 @@ def _broad_forward(inputs: AttentionInputs, widest: int) -> list[HopperForwardPa
             return [HopperForwardParams(128, block_k, 2, True, False), *found]
         return found if inputs.mask is not None else [found[1], found[0], found[2]]
     if widest > 192:
+        # One CTA for each item: the output waits in the place of Q, so a persistent CTA cannot load the next Q early.
+        # Without a mask 4 × 4096 took 0.739 ms so, and 0.779 (docs/notes/hopper_attention.md).
         found = _params([(128, 80, False, False), (128, 64, False, False)])
         return found if inputs.mask is not None else found[::-1]
     found = _params(
+        # With more keys registers spill: 4096 without a mask ran at 615, 600 and 580 TFLOP/s in steps of 160, 176 and
+        # 192 keys, and at 622 in steps of 128 (docs/notes/hopper_attention.md).
         [(128, 128, True, True), (128, 128, False, False), (128, 128, True, False), (128, 128, False, True)]
     )
+    # Turns are 2 to 6 % faster beside a bias, also without a mask; steps of 64 keys were 7 to 13 % slower
+    # (docs/notes/hopper_attention.md).
     if has_bias_matrix(inputs):  # the softmax takes longer, which taking turns hides
         return found if inputs.kv_length > FEW_KEYS else found[2:]
     if inputs.mask is None:
@@ -297,6 +305,8 @@ def wide_backward_candidates(inputs: AttentionInputs) -> list[BackwardParams]:
     """
     heavy = inputs.dropout or inputs.logits_soft_cap is not None
     found: list[BackwardParams] = [
+        # 2048 causal queries of 128 heads of 192 and 128 ran at 457 TFLOP/s so, and at 322 with dK and dV in two
+        # warpgroups (docs/notes/hopper_attention.md).
         *([] if heavy else [HopperBackwardParams(64, 2, True)]),
         WideBackwardParams(value_stages=2),
         WideBackwardParams(),

@@ -79,6 +79,8 @@ class ForwardPlan:
     def values(self) -> RingPlan:
         params = self.params
         # PV contracts over keys, in steps of the swizzle's width: narrower for odd tile sizes, but not over panels.
+        # Panels of V are whole where those of Q and K end with a narrower one: a narrower one would make PV two MMAs,
+        # which feed P twice (docs/notes/hopper_attention.md).
         width, columns = math.gcd(params.block_k, self.value_dim, 64), self.value_dim
         if self.panelled:
             width = 32 if columns == 96 else 64
@@ -329,6 +331,8 @@ class BackwardPlan:
     @functools.cached_property
     def has_dq_warpgroup(self) -> bool:
         """True if dQ is computed here, by a warpgroup of its own, and added in global memory."""
+        # Its TMA reductions are added in the order in which they arrive, so results that repeat bit for bit need a
+        # kernel that sums dQ in registers.
         return not self.params.deterministic
 
     @functools.cached_property
@@ -398,6 +402,8 @@ class BackwardPlan:
         It takes the registers of a tile of S over the step: with tiles of 64 queries the whole is 2 % faster, with 128
         (head_dim 64) 1.5 % slower. Beside more accumulators than those of head_dim 128 it spills.
         """
+        # At head dims of 192 and 128, both in the registers of a warpgroup, it cost 1 to 4 % and 40 bytes of spills
+        # (docs/notes/hopper_attention.md).
         few = self.head_dim + self.value_dim <= 2 * NARROW_DIM
         return self.params.block_q == ROWS and self.params.num_stages > 1 and few
 

@@ -421,7 +421,7 @@ def biased_and_capped(
     """Scaled logits with bias and soft cap, and tanh of the cap (None without one), which its derivative needs.
 
     In natural units, not masked. The callers multiply dS by the derivative, in the backward pass: see "The path of a
-    score" in docs/hopper.md. What is returned lives until then, and registers suffice for one tile.
+    score" in docs/hopper-scores.md. What is returned lives until then, and registers suffice for one tile.
 
     Args:
       logits: S, not scaled.

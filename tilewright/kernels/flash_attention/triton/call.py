@@ -84,6 +84,8 @@ class TritonCall:
         if "bias" in given:
             # Zeros: tiles without a visible score are never written.
             given["d_bias"] = jnp.zeros((batch, *inputs.score_shape[1:]), np.float32)
+        # Seven matmuls instead of five, but each gradient is summed by one program in one order, and repeats bit for
+        # bit.
         if params.deterministic:
             d_key, d_value = self._key_value_gradients(params.key_value, given, ())
             d_query, *d_bias = self._query_gradients(params.query, given)

@@ -26,6 +26,8 @@ BLOCK_K = 64
 
 type Seconds = Callable[[MatmulParams], float]
 
+# No cluster of tiles of 128 × 256 shares lhs: 8192³ ran at 749 TFLOP/s so, at 775 without a cluster, and at 790 with
+# one that shares rhs (docs/notes/hopper_matmul.md).
 _LARGE = (
     MatmulParams(128, 256, 4, 2, 1),
     MatmulParams(128, 256, 4, 1, 1),
@@ -65,6 +67,7 @@ def rows_candidates(rows: int, groups: int, n: int, k: int, num_sms: int, accumu
         return _both(_seconds(tile, tiles, n, k, num_sms, accumulators), memory)
 
     # Few rows: what a matrix is read for is over after one tile, and neighbours read its next columns.
+    # At 256 groups of 16384 rows band 1 took 2.68 ms forward instead of 2.76 (docs/notes/hopper_matmul.md).
     band = _BANDS[0] if rows / used > 128 else _BANDS[-1]
     return _sorted((*_LARGE, *_TURNS, *_SMALL), seconds, band, accumulators)
 

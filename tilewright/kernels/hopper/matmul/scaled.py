@@ -60,6 +60,8 @@ def accumulate_scaled(context: Any, work: Work, first: Scalar, scales: Scales) -
         """The scales of a step, which are loaded one step ahead, for their latency."""
         # Clamped: the load behind the last step is never used, but must be in bounds, also for an item without steps.
         index = jnp.minimum(index, jnp.maximum(work.steps - 1, 0))
+        # By threads, not by TMA into the stages: that was right in the interpreter and spilled nothing, but stopped on
+        # an H100 with an illegal instruction, and the reason was not looked for (docs/notes/hopper_matmul.md).
         of_rows = plgpu.load(scales.lhs.at[index, pl.ds(first_row, rows)], layout=row_layout(), optimized=False)
         return of_rows, [scales.rhs[work.matrix, column, index] for column in columns]
 

@@ -70,6 +70,8 @@ class Pieces:
         """Large pieces of a matrix whose rows are multiples of 16 bytes."""
         rows, columns = shape
         size = jnp.dtype(dtype).itemsize
+        # 2048 × 4096 × 14336 was gathered in 0.218 ms so, and in 0.265 by pieces of 16 × 512 bytes with a descriptor
+        # (docs/notes/collective_matmul.md).
         # Whole rows where they fit, so that pieces are contiguous; else parts of one row.
         most = PIECE_BYTES // size
         width = share_of(columns, most, TMA_STRIDE_BYTES // size)

@@ -91,6 +91,8 @@ class LogitTiles:
 
     def _part(self, logits: jax.Array, column: Any, result_column: Any) -> Part:
         if self.bias is not None:
+            # Of the block, which XLA has cut: from an odd class of the whole bias the load stopped with a misaligned
+            # address, which the interpreter does not see (docs/notes/vocabulary_losses.md).
             # Two columns at a time, so from a multiple of 8 bytes: a block of the vocabulary may begin anywhere.
             bias = plgpu.load(self.bias.at[pl.ds(result_column, PART)], layout=column_layout(), optimized=False)
             logits = logits + spread(bias, (logits.shape[0], PART), 1)

@@ -252,6 +252,8 @@ def left_step(
 
     def scores_beside_pv(scores: Ref) -> tuple[jax.Array, jax.Array, jax.Array]:
         issue_scores(ctx, scores, step)
+        # P from shared memory, although this consumer had it in registers: as an operand in registers that is also
+        # stored it made ptxas serialise the wgmmas (C7513, docs/notes/serving_attention.md).
         plgpu.wgmma(acc, p_tile(ctx, step - 1), left.get_mma_tile(step - 1))
         # wait_n=1: S is complete, PV may still run.
         s = plgpu.wgmma_accumulator_load(scores, wait_n=1)
