@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import ArrayLike
 
 from tilewright.kernels.op.inputs import OpInputs
-from tilewright.ops.kernel.arrays import explicit_sharding
+from tilewright.ops.kernel.arrays import explicit_sharding, first_sharding
 
 type AxisName = str | tuple[str, ...]
 """The name of a mesh axis, or those of several."""
@@ -333,8 +333,8 @@ def _summed(part: jax.Array, parts: GradientParts, dtype: np.dtype) -> jax.Array
 
 def explicit_mesh(*arrays: ArrayLike | jax.ShapeDtypeStruct) -> AbstractMesh | Mesh | None:
     """The mesh over whose explicit axes the type of one of the arrays is split; ``None`` without such an array."""
-    shardings = (explicit_sharding(jax.typeof(array)) for array in arrays)
-    return next((sharding.mesh for sharding in shardings if sharding is not None), None)
+    sharding = first_sharding(map(jax.typeof, arrays))
+    return None if sharding is None else sharding.mesh
 
 
 def typed_axes(array: jax.Array | jax.ShapeDtypeStruct) -> tuple[Any, ...]:

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Literal
@@ -133,10 +134,8 @@ def synchronise() -> None:
         _TRACE_CONTEXT(wanted).__enter__()
 
 
-def without_overrides() -> AbstractContextManager[object]:
-    """A context in which JAX's cache keys carry no overrides, for code that no config choice affects."""
-    context: AbstractContextManager[object] = _TRACE_CONTEXT(None)
-    return context
+without_overrides: Callable[[], AbstractContextManager[object]] = functools.partial(_TRACE_CONTEXT, None)
+"""Makes a context in which JAX's cache keys carry no overrides, for code that no config choice affects."""
 
 
 def overrides_key() -> Hashable:

@@ -1,7 +1,7 @@
 """Separates the arrays of a call from its static values, and describes arrays without reading their values."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -144,6 +144,11 @@ def meaningful_sharding(leaf: object) -> jax.sharding.Sharding | None:
         return None
     sharding = leaf.sharding
     return sharding if sharding.num_devices > 1 else None
+
+
+def first_sharding(avals: Iterable[object]) -> jax.sharding.NamedSharding | None:
+    """The first sharding in the types of some values; ``None`` if none is sharded over explicit axes."""
+    return next((sharding for sharding in map(explicit_sharding, avals) if sharding is not None), None)
 
 
 def explicit_sharding(aval: object) -> jax.sharding.NamedSharding | None:

@@ -21,7 +21,15 @@ from jax.sharding import PartitionSpec
 from tilewright.ops.config.agreement import run_by
 from tilewright.ops.config.chooser import ConfigChooser, Selection
 from tilewright.ops.config.context import Overrides
-from tilewright.ops.kernel.arrays import Shaped, StaticLeaf, Structure, explicit_sharding, split, struct_of
+from tilewright.ops.kernel.arrays import (
+    Shaped,
+    StaticLeaf,
+    Structure,
+    explicit_sharding,
+    first_sharding,
+    split,
+    struct_of,
+)
 from tilewright.ops.kernel.kernel import Invocation, Kernel
 from tilewright.ops.kernel.optional import gradient_form
 from tilewright.ops.kernel.registry import record_if_enabled
@@ -164,7 +172,7 @@ def known_results(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ..
 
 def types_config(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Any:
     """A config whose code has the types of every config's results: the kernel's, the caller's own, or the heuristic."""
-    declared = call.kernel.types_cfg(is_split=any(explicit_sharding(aval) is not None for aval in avals))
+    declared = call.kernel.types_cfg(is_split=first_sharding(avals) is not None)
     if declared is not None:
         return declared
     inv = call.invocation(avals, mapped, device)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from tilewright.ops.config.persistent import REBUILD_ERRORS, rebuild_config
-from tilewright.ops.kernel.arrays import explicit_sharding, is_symbolic, struct_of
+from tilewright.ops.kernel.arrays import first_sharding, is_symbolic, struct_of
 from tilewright.ops.lowering.stages import RESHAPES, Program, Reshaping, Results, Stage
 from tilewright.ops.lowering.surroundings import (
     NotDescribableError,
@@ -33,7 +33,7 @@ def is_shared(program: Program) -> bool:
     sizes = (size for aval in program.avals for size in getattr(aval, "shape", ()))
     if is_symbolic(*sizes, *(axis.size for axis in program.mapped)) or is_dumping():
         return False
-    return all(explicit_sharding(aval) is None for aval in program.avals)
+    return first_sharding(program.avals) is None
 
 
 def is_kept_on_disk() -> bool:

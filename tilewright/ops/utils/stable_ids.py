@@ -50,9 +50,8 @@ def stable_id[T: type](id: str, *, formerly: Iterable[str] = ()) -> Callable[[T]
     return decorate
 
 
-def id_of(kind: type) -> str | None:
-    """The id of the class itself; ids of its base classes do not count."""
-    return _IDS.get(kind)
+id_of = _IDS.get
+"""The id of a class itself, or ``None``; ids of its base classes do not count."""
 
 
 def is_id(name: str) -> bool:

@@ -100,7 +100,7 @@ def _both(computing: float, memory: float) -> float:
 def _seconds(tile: MatmulParams, row_tiles: float, n: int, k: float, num_sms: int, accumulators: int) -> float:
     """Time of all items, by the slower of tensor cores and L2 cache in each step."""
     columns = tile.block_n // accumulators
-    programs = num_sms // tile.cluster
+    programs = num_sms // (tile.cluster_m * tile.cluster_n)
     items = row_tiles * math.ceil(n / (columns * tile.cluster_n))
     loaded = 2 * BLOCK_K * (tile.block_m / tile.cluster_n + tile.block_n / tile.cluster_m)
     step = max(2 * tile.block_m * tile.block_n * BLOCK_K / _RATES.sm_flops, loaded / _RATES.sm_l2)

@@ -1,6 +1,7 @@
 """The static half of a matmul kernel: its tiles in shared memory."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.op.footprint import Footprint
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class MatmulPlan:
     """Tiles and shared memory of a kernel.
 
@@ -37,18 +38,18 @@ class MatmulPlan:
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"takes {self.shared_bytes} bytes of shared memory, of {SHARED_BYTES}: {self.params}")
 
-    @property
+    @functools.cached_property
     def columns(self) -> int:
         """Columns of an accumulator: the operands of rhs share the CTA's."""
         return self.params.block_n // len(self.rhs)
 
-    @property
+    @functools.cached_property
     def tile(self) -> TileShape:
         """The part of each result that a CTA computes."""
         params = self.params
         return TileShape(params.block_m, self.columns, params.cluster_m, params.cluster_n, params.band)
 
-    @property
+    @functools.cached_property
     def stages(self) -> RingPlan:
         """The ring of the operands: lhs, then those of rhs."""
         params = self.params
@@ -58,12 +59,12 @@ class MatmulPlan:
         parts += [layout.part(self.columns, 1, params.cluster_m > 1) for layout in self.rhs]
         return RingPlan(tuple(parts), params.num_stages, params.sharers, cluster=params.cluster, owners=params.owners)
 
-    @property
+    @functools.cached_property
     def store_tile(self) -> SharedTile:
         """A part of the result: the rows of one wgmma, and a swizzle width of columns."""
         return SharedTile((WGMMA_M, BLOCK_BYTES // self.out_dtype.itemsize), self.out_dtype, BLOCK_BYTES, True)
 
-    @property
+    @functools.cached_property
     def store_buffers(self) -> int:
         """Parts of a consumer's tile that it writes while TMA stores others: as many as it has, if there is memory."""
         rows, columns = self.store_tile.shape
@@ -74,13 +75,13 @@ class MatmulPlan:
         free = SHARED_BYTES - self.stages.shared_bytes - self._barrier_bytes - self.reserved
         return max(min(parts, free // self.store_tile.stack_bytes(self.params.consumers)), min(parts, 2))
 
-    @property
+    @functools.cached_property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA."""
         stores = self.store_tile.stack_bytes(self.params.consumers * self.store_buffers)
         return self.stages.shared_bytes + stores + self._barrier_bytes + self.reserved
 
-    @property
+    @functools.cached_property
     def _barrier_bytes(self) -> int:
         """Bytes of the barriers besides the ring's: of masks, and of turns."""
         # Counted whether or not the kernel has them: which it has follows from the schedule, which a plan does not
