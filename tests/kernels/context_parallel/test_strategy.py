@@ -1,6 +1,7 @@
 """The model by which a strategy is chosen: its preferences where they are plain, and what was measured."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,19 @@ from tilewright.kernels.flash_attention.distributed.inputs import ContextInputs
 from tilewright.kernels.flash_attention.distributed.model import best_strategy, predicted_ms
 from tilewright.kernels.op.choice import Choice, Platform
 from tilewright.kernels.op.distributed import PlanParams
-from tilewright.ops import Autotuner, ConfigCache, ConfigSelectorChain, Tuner, find_invocations, overlay_cache
+from tilewright.ops import (
+    Autotuner,
+    AutotuningResult,
+    Candidate,
+    ConfigCache,
+    ConfigSelectorChain,
+    TunedCall,
+    Tuner,
+    find_invocations,
+    overlay_cache,
+    use_lock,
+)
+from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
 CAUSAL = {"highest": 0}
 DOCUMENTS = {"q_bounds": jax.ShapeDtypeStruct((3,), jnp.int32)}
@@ -144,6 +157,17 @@ def test_the_plans_are_measured_on_a_mesh_with_their_derivatives() -> None:
     entry = Autotuner(Tuner(1, 2, isolation="none"), chooser=chain).tune(invocation(function, operands)).entries[0]
     assert [each.config.algorithm for each in entry.candidates] == ["all_gather", "ring"]
     assert all(each.eligible and each.time_ms for each in entry.candidates), entry
+
+
+def test_a_lock_holds_a_plan(tmp_path: Path) -> None:
+    function, operands = attend()
+    inv, ring = invocation(function, operands), Choice(Platform.MESH, "ring", PlanParams())
+    entry = TunedCall.of(inv, [Candidate(ring, (1.0,))], 0, source=inv.kernel.source(ring))
+    result = AutotuningResult((entry,), device=inv.device_fingerprint, toolchain=toolchain_fingerprint())
+    result.to_lock().save(tmp_path / "lock.json")
+    with use_lock(tmp_path / "lock.json"):
+        call = plan_of(tilewright.explain(function, *operands))
+        assert (call.config, call.step) == (ring, "lock")
 
 
 def test_a_call_over_more_devices_than_there_are_is_left_out_of_a_tuning() -> None:
