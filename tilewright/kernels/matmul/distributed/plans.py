@@ -107,10 +107,9 @@ class Remote(Plan[CollectiveInputs, jax.Array]):
         return takes_remote(inputs, device)
 
     def forward(self, inputs: CollectiveInputs, params: PlanParams) -> jax.Array:
-        from tilewright.kernels.matmul.distributed.remote import remote_gathered_product, remote_scattered_product
+        from tilewright.kernels.matmul.distributed.remote import remote_product
 
-        product = remote_scattered_product if inputs.scatters else remote_gathered_product
-        return product(inputs, best_parts(inputs, current_device(), "forward"))
+        return remote_product(inputs, best_parts(inputs, current_device(), "forward"))
 
     def backward(
         self, inputs: CollectiveInputs, results: object, cotangents: jax.Array, params: PlanParams

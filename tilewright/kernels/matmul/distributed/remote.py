@@ -22,42 +22,22 @@ from tilewright.ops.utils.device import current_device
 type Product = Callable[[CollectiveInputs], jax.Array]
 
 
-def remote_gathered_product(inputs: CollectiveInputs, otherwise: PartsStrategy) -> jax.Array:
-    """``all_gather(lhs) · rhs``, by parts where Mosaic does not take the mesh."""
+def remote_product(inputs: CollectiveInputs, otherwise: PartsStrategy) -> jax.Array:
+    """The product in one kernel, with sums in float32; by parts where Mosaic does not take the mesh."""
 
     def product(inputs: CollectiveInputs) -> jax.Array:
-        lhs, rhs, (*leading, rows, k), sms = inputs.lhs, inputs.rhs, inputs.lhs.shape, num_sms(current_device())
-        out = gathered_matmul(
-            lhs.reshape(-1, rows, k),
-            rhs,
-            ring_of(inputs),
-            transpose_rhs=inputs.transpose_rhs,
-            out_dtype=inputs.out_dtype,
-            params=gathered_params(lhs, rhs, inputs.devices, inputs.out_dtype, inputs.transpose_rhs, sms),
-            num_sms=sms,
-        )
-        return out.reshape(*leading, rows * inputs.devices, -1)
+        lhs, rhs, sms = inputs.lhs, inputs.rhs, num_sms(current_device())
+        rows, layout = lhs.reshape(-1, *lhs.shape[-2:]), (inputs.out_dtype, inputs.transpose_rhs, sms)
+        options: dict[str, Any] = {"transpose_rhs": inputs.transpose_rhs, "out_dtype": inputs.out_dtype, "num_sms": sms}
+        if inputs.scatters:
+            out = scattered_matmul(rows, rhs, ring_of(inputs), params=scattered_params(lhs, rhs, *layout), **options)
+        else:
+            params = gathered_params(lhs, rhs, inputs.devices, *layout)
+            out = gathered_matmul(rows, rhs, ring_of(inputs), params=params, **options)
+        return out.reshape(inputs.out_shape)
 
-    return over_devices(product, lambda inputs: gathered_by_parts(inputs, otherwise), inputs)
-
-
-def remote_scattered_product(inputs: CollectiveInputs, otherwise: PartsStrategy) -> jax.Array:
-    """``psum_scatter(lhs · rhs)``, summed in float32, by parts where Mosaic does not take the mesh."""
-
-    def product(inputs: CollectiveInputs) -> jax.Array:
-        lhs, rhs, (*leading, rows, k), sms = inputs.lhs, inputs.rhs, inputs.lhs.shape, num_sms(current_device())
-        out = scattered_matmul(
-            lhs.reshape(-1, rows, k),
-            rhs,
-            ring_of(inputs),
-            transpose_rhs=inputs.transpose_rhs,
-            out_dtype=inputs.out_dtype,
-            params=scattered_params(lhs, rhs, inputs.out_dtype, inputs.transpose_rhs, sms),
-            num_sms=sms,
-        )
-        return out.reshape(*leading, rows // inputs.devices, -1)
-
-    return over_devices(product, lambda inputs: scattered_by_parts(inputs, otherwise), inputs)
+    parts = scattered_by_parts if inputs.scatters else gathered_by_parts
+    return over_devices(product, lambda inputs: parts(inputs, otherwise), inputs)
 
 
 def over_devices(kernel: Product, parts: Product, inputs: CollectiveInputs) -> jax.Array:
