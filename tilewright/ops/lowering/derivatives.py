@@ -33,7 +33,7 @@ from tilewright.ops.lowering.gradients import with_manual_axes
 from tilewright.ops.lowering.mlir_modules import Value
 from tilewright.ops.lowering.programs import MAX_PROGRAMS
 from tilewright.ops.lowering.stages import CHOOSING, map_axes
-from tilewright.ops.lowering.surroundings import operand_devices
+from tilewright.ops.lowering.surroundings import traced_devices
 from tilewright.ops.types import Device, MappedAxis
 from tilewright.ops.utils.device import current_device, devices_for_platforms
 from tilewright.ops.utils.target import check_runs_here
@@ -52,7 +52,7 @@ def _jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, ma
     # The config must therefore be chosen now, and a vmap applied later is not seen.
     avals = [jax.typeof(x) for x in primals]
     device = current_device()
-    with run_by(lambda: operand_devices(primals)):
+    with run_by(lambda: traced_devices(primals)):
         selection, name = decide(call, avals, mapped, device)
     chosen = _differentiable_code(call, StaticLeaf(selection.config), mapped, device, name)
     return _jvp_along(chosen, primals, tangents)

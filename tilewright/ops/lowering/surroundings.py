@@ -166,6 +166,12 @@ def operand_devices(operands: Iterable[object]) -> Iterable[jax.Device] | None:
     return {device for x in arrays if isinstance(x, jax.Array) for device in x.devices()}
 
 
+def traced_devices(operands: Iterable[object]) -> Iterable[jax.Device] | None:
+    """The devices of concrete arrays, or else those of the mesh in force; ``None`` if there is none."""
+    mesh = get_concrete_mesh()
+    return operand_devices(operands) or (None if mesh.empty else tuple(mesh.devices.flat))
+
+
 def lowering_context(ctx: mlir.LoweringRuleContext) -> LoweringContext | None:
     """The properties from a lowering rule's context; ``None`` if a shared lowering would not fit into the program.
 
