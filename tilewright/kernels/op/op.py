@@ -31,6 +31,8 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
       cuda_tables: the tables of variants of its CUDA C++ kernels, by name, as ``"module:NAME"``.
       core_dims: for each argument the number of trailing core dimensions, in the sense of NumPy's generalised ufuncs;
         the leading dimensions are shared and may be split over mesh axes. Arguments that are not listed are replicated.
+      always: the names of optional arrays of the inputs that every call of the op has: in keys they stand by position,
+        as those do that calls of all ops with these inputs have.
       differentiable: True if the op has gradients.
       implementations: best first.
     """
@@ -38,6 +40,7 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
     cases: ClassVar[OpCases[Any]]
     cuda_tables: ClassVar[Mapping[str, str]] = MappingProxyType({})
     core_dims: ClassVar[Mapping[str, int]] = MappingProxyType({})
+    always: ClassVar[tuple[str, ...]] = ()
     differentiable: ClassVar[bool]
 
     def __init__(self, name: str, *, version: str, implementations: Sequence[LazyImplementation]):
@@ -116,11 +119,14 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
         return list(args[0].arrays.items())
 
     def described(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        found: Arguments = args[0].described
-        return found
+        by_position, by_name = args[0].described
+        others = {name: value for name, value in by_name.items() if name not in self.always}
+        return (*by_position, *(by_name[name] for name in self.always)), others
 
     def of_described(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        return (self.inputs_type(*args, **kwargs),), {}
+        count = len(args) - len(self.always)
+        always = dict(zip(self.always, args[count:], strict=True))
+        return (self.inputs_type(*args[:count], **always, **kwargs),), {}
 
     def former_descriptions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
         found = former_description(self.name, args[0])
