@@ -28,9 +28,9 @@ import numpy as np
 
 from benchmarks.common import record, usable_cores
 from benchmarks.norms import FLUSHED_BYTES, as_jax, sample, waited_for, wall_sample
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
-from tilewright.kernels.grouped_matmul.op import GroupedMatmul
-from tilewright.kernels.grouped_matmul.xla.backend import XlaGroupedMatmul
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul
+from tilewright.kernels.matmul.xla.backend import XlaGroupedMatmul
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
 
@@ -94,9 +94,9 @@ def of_backend(backend: Any, params: Any, kind: str) -> Callable[..., jax.Array]
     """A backend of ours as a function of the arrays."""
 
     def run(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, d_out: jax.Array) -> jax.Array:
-        inputs = GroupedInputs(lhs, rhs, sizes, "bfloat16")
+        inputs = MatmulInputs(lhs, rhs, "bfloat16", group_sizes=sizes)
         if kind == "forward":
-            return backend.forward(inputs, params)
+            return backend.forward(inputs, params).out
         inputs = inputs.replace(wanted=frozenset({kind[2:]}))
         return backend.backward(inputs, None, d_out, params)[kind[2:]]
 
@@ -131,7 +131,7 @@ def of_jax(case: Sizes, kind: str, structs: Sequence[Any], peers: bool) -> tuple
     device, declined = current_device(), {}
     way: Direction = "forward" if kind == "forward" else "backward"
     lhs, rhs, sizes, _ = structs
-    inputs = GroupedInputs(lhs, rhs, sizes, "bfloat16")
+    inputs = MatmulInputs(lhs, rhs, "bfloat16", group_sizes=sizes)
     found: dict[str, Any] = {"dense": dense(kind)}
     for lazy in GroupedMatmul().implementations:
         name = f"tilewright {lazy.where.rpartition(':')[2]}"

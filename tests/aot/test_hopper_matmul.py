@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import pytest
 
 from tests.aot.compiler import H100, compile_for_h100, missing_packages
-from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs
-from tilewright.kernels.grouped_matmul.hopper import products
-from tilewright.kernels.grouped_matmul.hopper.backend import HopperGroupedMatmul
-from tilewright.kernels.grouped_matmul.hopper.gated import HopperGatedGroupedMatmul
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
-from tilewright.kernels.matmul import hopper
-from tilewright.kernels.matmul.inputs import GluInputs, MatmulInputs
+from tilewright.kernels.matmul.hopper import products
+from tilewright.kernels.matmul.hopper.backend import (
+    HopperGatedGroupedMatmul,
+    HopperGlu,
+    HopperGroupedMatmul,
+    HopperMatmul,
+)
+from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.known_devices import find_device
 
@@ -38,11 +39,11 @@ def grouped(rows: int, k: int, n: int, *, transposed: bool = False, dtype: str =
     elif scales == "numbers":
         of_lhs = of_rhs = struct(dtype="float32")
     rhs = struct(GROUPS, *((n, k) if transposed else (k, n)), dtype=dtype)
-    inputs = GroupedInputs(
+    inputs = MatmulInputs(
         struct(rows, k, dtype=dtype),
         rhs,
-        struct(GROUPS, dtype="int32"),
         out_dtype="bfloat16" if scales else dtype,
+        group_sizes=struct(GROUPS, dtype="int32"),
         lhs_scale=of_lhs,
         rhs_scale=of_rhs,
         transpose_rhs=transposed,
@@ -52,19 +53,21 @@ def grouped(rows: int, k: int, n: int, *, transposed: bool = False, dtype: str =
 
 def gated(rows: int, k: int, n: int) -> Any:
     matrices, d_out = struct(GROUPS, k, n), struct(rows, n)
-    inputs = GatedInputs(struct(rows, k), matrices, matrices, struct(GROUPS, dtype="int32"), "bfloat16", "gelu")
+    inputs = MatmulInputs(
+        struct(rows, k), matrices, "bfloat16", matrices, struct(GROUPS, dtype="int32"), activation="gelu"
+    )
     return HopperGatedGroupedMatmul(), inputs, d_out, (d_out, d_out)
 
 
 def dense(m: int, k: int, n: int, **flags: bool) -> Any:
     lhs = (k, m) if flags.get("transpose_lhs") else (m, k)
     rhs = (n, k) if flags.get("transpose_rhs") else (k, n)
-    return hopper.HopperMatmul(), MatmulInputs(struct(*lhs), struct(*rhs), "bfloat16", **flags), struct(m, n), None
+    return HopperMatmul(), MatmulInputs(struct(*lhs), struct(*rhs), "bfloat16", **flags), struct(m, n), None
 
 
 def glu(m: int, k: int, n: int) -> Any:
-    inputs = GluInputs(struct(m, k), struct(k, n), struct(k, n), "bfloat16", "silu")
-    return hopper.HopperGlu(), inputs, struct(m, n), (struct(m, n), struct(m, n))
+    inputs = MatmulInputs(struct(m, k), struct(k, n), "bfloat16", struct(k, n), activation="silu")
+    return HopperGlu(), inputs, struct(m, n), (struct(m, n), struct(m, n))
 
 
 CALLS: dict[str, Callable[[], Any]] = {
@@ -108,10 +111,7 @@ def test_no_spills(name: str, direction: Direction, params: Any):
             return backend.forward(inputs, params)
         return backend.backward(inputs, results, d_out, params)
 
-    with (
-        mock.patch.object(products, "num_sms", return_value=132),
-        mock.patch.object(hopper, "num_sms", return_value=132),
-    ):
+    with mock.patch.object(products, "num_sms", return_value=132):
         reports = compile_for_h100(call, inputs, d_out, results)
     assert reports
     assert not any(report.serialised for report in reports)

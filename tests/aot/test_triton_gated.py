@@ -9,8 +9,8 @@ import pytest
 
 import tilewright
 from tests.aot.test_triton_grouped_matmul import CARDS
-from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs
-from tilewright.kernels.grouped_matmul.triton.gated import TritonGatedGroupedMatmul
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.triton.backend import TritonGatedGroupedMatmul
 from tilewright.kernels.triton import recorded_launches
 
 pytest.importorskip("triton")
@@ -33,11 +33,11 @@ FIRST_ALONE = ("gelu", "gelu_tanh")
 
 def inputs_of(
     rows: int, k: int, n: int, dtype: str = "bfloat16", activation: str = "silu", keeps: bool = True
-) -> GatedInputs:
+) -> MatmulInputs:
     lhs: Any = jax.ShapeDtypeStruct((rows, k), jnp.dtype(dtype))
     matrices: Any = jax.ShapeDtypeStruct((8, k, n), jnp.dtype(dtype))
     sizes: Any = jax.ShapeDtypeStruct((8,), jnp.int32)
-    return GatedInputs(lhs, matrices, matrices, sizes, dtype, activation, keeps=keeps)
+    return MatmulInputs(lhs, matrices, dtype, matrices, sizes, activation=activation, keeps=keeps)
 
 
 def faults(device: Any, trace: Any, *args: Any) -> list[Any]:
@@ -63,10 +63,10 @@ def test_forward_compiles_without_spills(name: str, card: str):
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in FIRST_ALONE])
 def test_backward_compiles_without_spills(name: str, card: str):
     device, inputs = CARDS[card], inputs_of(**CALLS[name])
-    d_out = jax.ShapeDtypeStruct((inputs.lhs.shape[0], inputs.gate.shape[2]), inputs.lhs.dtype)
+    d_out = jax.ShapeDtypeStruct((inputs.lhs.shape[0], inputs.n), inputs.lhs.dtype)
     for params in BACKEND.candidates(inputs, device, "backward"):
 
-        def run(inputs: GatedInputs, d_out: Any, params: Any = params) -> Any:
+        def run(inputs: MatmulInputs, d_out: Any, params: Any = params) -> Any:
             return BACKEND.backward(inputs, (d_out, d_out), d_out, params)
 
         found = faults(device, run, inputs, d_out)

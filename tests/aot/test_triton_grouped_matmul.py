@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import tilewright
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
-from tilewright.kernels.grouped_matmul.triton.backend import TritonGroupedMatmul
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.triton.backend import TritonGroupedMatmul
 from tilewright.kernels.triton import recorded_launches
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.known_devices import find_device
@@ -47,18 +47,18 @@ class Compilation:
 
     name: str
     card: str
-    inputs: GroupedInputs
+    inputs: MatmulInputs
     direction: Direction
     params: Any
 
 
 def inputs_of(
     rows: int, k: int, n: int, dtype: str = "bfloat16", transposed: bool = False, precision: Any = None
-) -> GroupedInputs:
+) -> MatmulInputs:
     lhs: Any = jax.ShapeDtypeStruct((rows, k), jnp.dtype(dtype))
     rhs: Any = jax.ShapeDtypeStruct((8, n, k) if transposed else (8, k, n), jnp.dtype(dtype))
     sizes: Any = jax.ShapeDtypeStruct((8,), jnp.int32)
-    return GroupedInputs(lhs, rhs, sizes, dtype, transpose_rhs=transposed, precision=precision)
+    return MatmulInputs(lhs, rhs, dtype, group_sizes=sizes, transpose_rhs=transposed, precision=precision)
 
 
 def compilations() -> Iterator[Compilation]:

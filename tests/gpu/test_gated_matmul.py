@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.kernels.grouped_matmul.test_gated import arrays_of, expected
-from tests.kernels.matmul.gates import gate_oracle, near
+from tests.kernels.matmul.gates import gate_oracle, near, of_arguments
 from tests.kernels.matmul.test_glu import arrays_of as glu_arrays_of
-from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs
-from tilewright.kernels.grouped_matmul.triton.gated import TritonGatedGroupedMatmul
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.triton.backend import TritonGatedGroupedMatmul
 from tilewright.kernels.numerics.activations import ACTIVATIONS
 from tilewright.modules import gated_grouped_matmul, glu, matmul
 from tilewright.ops.utils.device import current_device
@@ -60,17 +60,17 @@ def test_candidates_at_real_sizes(rows: int, groups: int):
     pytest.importorskip("triton")
     backend = TritonGatedGroupedMatmul()
     lhs, gate, up, sizes, d_out = arrays_of(rows=rows, k=512, n=704, groups=groups, dtype="bfloat16")
-    inputs, device = GatedInputs(lhs, gate, up, sizes, "bfloat16", "silu"), current_device()
+    inputs, device = MatmulInputs(lhs, gate, "bfloat16", up, sizes, activation="silu"), current_device()
     want = expected(lhs, gate, up, sizes, d_out)
     forward, backward = (list(backend.candidates(inputs, device, way)) for way in ("forward", "backward"))
     for number in range(max(len(forward), len(backward))):
         params = forward[number % len(forward)], backward[number % len(backward)]
 
         @jax.jit
-        def both(inputs: GatedInputs, d_out: Any, params: Any = params) -> dict[str, Any]:
+        def both(inputs: MatmulInputs, d_out: Any, params: Any = params) -> dict[str, Any]:
             out, *kept = backend.forward(inputs, params[0])
             gradients = backend.backward(inputs, kept, d_out, params[1])
-            return {"out": out} | {f"d_{name}": x for name, x in gradients.items()}
+            return {"out": out} | of_arguments(gradients)
 
         got, again = both(inputs, d_out), both(inputs, d_out)
         near(got, want, str(params))

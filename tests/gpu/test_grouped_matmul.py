@@ -9,29 +9,29 @@ import pytest
 
 from tests.kernels.grouped_matmul.conformance import GroupedConformance, check, cotangent_of, inputs_of
 from tests.kernels.grouped_matmul.oracle import oracle
-from tilewright.kernels.grouped_matmul.cases import GroupedMatmulCase
-from tilewright.kernels.grouped_matmul.hopper.backend import HopperGroupedMatmul
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
-from tilewright.kernels.grouped_matmul.ragged_dot import RaggedDot
-from tilewright.kernels.grouped_matmul.triton.backend import TritonGroupedMatmul
-from tilewright.kernels.grouped_matmul.xla.backend import XlaGroupedMatmul
+from tilewright.kernels.matmul.cases import GroupedMatmulCase
+from tilewright.kernels.matmul.hopper.backend import HopperGroupedMatmul
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.triton.backend import TritonGroupedMatmul
+from tilewright.kernels.matmul.xla.backend import XlaGroupedMatmul
+from tilewright.kernels.matmul.xla.ragged_dot import RaggedDot
 from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
 
-def exact(inputs: GroupedInputs) -> GroupedInputs:
+def exact(inputs: MatmulInputs) -> MatmulInputs:
     """The same with float32 that is not rounded to TensorFloat-32."""
     return inputs.replace(precision=jax.lax.Precision.HIGHEST)
 
 
 class _OnGpu(GroupedConformance):
-    def params(self, inputs: GroupedInputs) -> tuple[Any, Any]:
+    def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
         device = current_device()
         return self.backend.heuristic(inputs, device, "forward"), self.backend.heuristic(inputs, device, "backward")
 
-    def compiled(self, inputs: GroupedInputs) -> Any:
+    def compiled(self, inputs: MatmulInputs) -> Any:
         run = super().compiled(exact(inputs))
         return lambda inputs, d_out: run(exact(inputs), d_out)
 
@@ -83,9 +83,9 @@ def test_candidates_at_real_sizes(case: GroupedMatmulCase, backend: Any):
         params = forward[number % len(forward)], backward[number % len(backward)]
 
         @jax.jit
-        def both(inputs: GroupedInputs, d_out: Any, params: Any = params) -> dict[str, Any]:
+        def both(inputs: MatmulInputs, d_out: Any, params: Any = params) -> dict[str, Any]:
             gradients = backend.backward(inputs, None, d_out, params[1])
-            return {"out": backend.forward(inputs, params[0])} | {f"d_{name}": x for name, x in gradients.items()}
+            return {"out": backend.forward(inputs, params[0]).out} | {f"d_{name}": x for name, x in gradients.items()}
 
         got, again = both(inputs, d_out), both(inputs, d_out)
         check(got, want, str(params))
@@ -106,6 +106,6 @@ def test_float8(dtype: str, scales: Any):
         pytest.skip("; ".join(declined))
     want = oracle(inputs, cotangent_of(inputs))["out"]
     for params in backend.candidates(inputs, device, "forward"):
-        got = np.asarray(jax.jit(lambda inputs, params=params: backend.forward(inputs, params))(inputs), np.float64)
+        got = np.asarray(jax.jit(lambda inputs, params=params: backend.forward(inputs, params).out)(inputs), np.float64)
         # wgmma's own sums of a step have about 14 bits.
         assert np.abs(got - want).max() < 2e-3 * np.abs(want).max(), params

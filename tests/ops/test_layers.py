@@ -12,11 +12,6 @@ MODULES = {module.name: module for module in modules_of(ROOT / "tilewright")}
 
 PACKAGES = [name for name, module in MODULES.items() if module.path.name == "__init__.py"]
 
-# Pairs of ops that need each other; nothing may be added.
-ROOM_CYCLES = [
-    ["tilewright.kernels.grouped_matmul", "tilewright.kernels.matmul"],
-]
-
 # Each imports from its own folder and from those before it.
 LAYERS = (
     ("tilewright.errors",),
@@ -63,9 +58,9 @@ def planted(name, code):
     return graph_of_all() | {name: imports_of(changed, MODULES)}
 
 
-def test_there_is_no_cycle_of_modules_and_none_of_rooms_but_the_known_ones():
+def test_there_is_no_cycle_of_modules_and_none_of_rooms():
     assert cycles(graph_of_all()) == []
-    assert room_cycles(graph_of_all(), PACKAGES) == ROOM_CYCLES
+    assert room_cycles(graph_of_all(), PACKAGES) == []
 
 
 def test_every_module_of_the_framework_imports_earlier_layers_alone():
@@ -107,13 +102,9 @@ def test_a_cycle_of_two_ops_is_found():
     graph = planted("tilewright.kernels.norms.xla", "import tilewright.kernels.linear_cross_entropy.inputs")
     graph |= {"tilewright.kernels.linear_cross_entropy.options": {"tilewright.kernels.norms.inputs"}}
     assert cycles(graph) == []
-    assert [found for found in room_cycles(graph, PACKAGES) if found not in ROOM_CYCLES] == [
-        ["tilewright.kernels.linear_cross_entropy", "tilewright.kernels.norms"]
-    ]
+    assert room_cycles(graph, PACKAGES) == [["tilewright.kernels.linear_cross_entropy", "tilewright.kernels.norms"]]
 
 
 def test_a_backend_that_imports_its_op_is_found():
     graph = planted("tilewright.kernels.norms.triton.backend", "from tilewright.kernels.norms.op import Norm")
-    assert [found for found in room_cycles(graph, PACKAGES) if found not in ROOM_CYCLES] == [
-        ["tilewright.kernels.norms.op", "tilewright.kernels.norms.triton"]
-    ]
+    assert room_cycles(graph, PACKAGES) == [["tilewright.kernels.norms.op", "tilewright.kernels.norms.triton"]]

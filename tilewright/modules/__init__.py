@@ -4,14 +4,14 @@ import importlib
 from typing import Any
 
 from tilewright import kernels
-from tilewright.kernels.grouped_matmul.gated import GatedGroupedMatmul, gated_grouped_matmul
-from tilewright.kernels.grouped_matmul.op import GroupedMatmul, grouped_matmul
 from tilewright.kernels.linear_cross_entropy.kl import LinearKlDivergence, linear_kl_divergence
 from tilewright.kernels.linear_cross_entropy.log_probs import linear_log_probs
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy, linear_cross_entropy
 from tilewright.kernels.matmul.distributed.op import all_gather_matmul, matmul_reduce_scatter
-from tilewright.kernels.matmul.glu import Glu, glu
-from tilewright.kernels.matmul.op import Matmul, matmul
+from tilewright.kernels.matmul.ops.gated_grouped_matmul import GatedGroupedMatmul, gated_grouped_matmul
+from tilewright.kernels.matmul.ops.glu import Glu, glu
+from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul, grouped_matmul
+from tilewright.kernels.matmul.ops.matmul import Matmul, matmul
 from tilewright.kernels.norms.op import LayerNorm, RmsNorm, layer_norm, rms_norm
 from tilewright.modules.attention import (
     FlashAttention,

@@ -12,9 +12,9 @@ import pytest
 
 from tests.kernels.grouped_matmul.oracle import Found, oracle
 from tests.support.suites import sampled
-from tilewright.kernels.grouped_matmul.cases import GroupedMatmulCase
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
-from tilewright.kernels.grouped_matmul.op import GroupedMatmul
+from tilewright.kernels.matmul.cases import GroupedMatmulCase
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul
 from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.tuning.numerics import violations
 from tilewright.ops.types import Device, Direction
@@ -69,13 +69,13 @@ TEST = [name for name in CASES if name not in ("offset_zero", "no_k", "no_n", "t
 FUZZED = _case("fuzzed", rows=53, k=16, n=24, groups=7)
 
 
-def inputs_of(case: GroupedMatmulCase, seed: int = 0) -> GroupedInputs:
+def inputs_of(case: GroupedMatmulCase, seed: int = 0) -> MatmulInputs:
     """A backend's inputs."""
     args, kwargs = case.arguments(seed)
     return GroupedMatmul().prepare(*args, **kwargs)
 
 
-def cotangent_of(inputs: GroupedInputs, seed: int = 1) -> Any:
+def cotangent_of(inputs: MatmulInputs, seed: int = 1) -> Any:
     drawn = np.random.default_rng(seed).standard_normal(inputs.out_shape)
     return jnp.asarray(drawn, inputs.out_dtype)
 
@@ -113,14 +113,14 @@ class GroupedConformance:
         """The case, in dtypes that the backend serves."""
         return case
 
-    def params(self, inputs: GroupedInputs) -> tuple[Any, Any]:
+    def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
         """Params of the forward and of the backward pass."""
         raise NotImplementedError
 
-    def reasons(self, inputs: GroupedInputs, direction: Direction) -> list[str]:
+    def reasons(self, inputs: MatmulInputs, direction: Direction) -> list[str]:
         return self.backend.not_supported_reasons(inputs, self.device(), direction)
 
-    def compiled(self, inputs: GroupedInputs) -> Any:
+    def compiled(self, inputs: MatmulInputs) -> Any:
         """All that the backend declares to support of a call, as a function; skips the test if that is nothing."""
         if declined := self.reasons(inputs, "forward"):
             pytest.skip("; ".join(declined))
@@ -129,20 +129,20 @@ class GroupedConformance:
             backward = None
 
         @jax.jit
-        def both(inputs: GroupedInputs, d_out: Any) -> Found:
-            found = {"out": self.backend.forward(inputs, forward)}
+        def both(inputs: MatmulInputs, d_out: Any) -> Found:
+            found = {"out": self.backend.forward(inputs, forward).out}
             if backward is not None:
                 gradients = self.backend.backward(inputs, None, d_out, backward)
                 found |= {f"d_{name}": gradient for name, gradient in gradients.items()}
             return found
 
-        def run(inputs: GroupedInputs, d_out: Any) -> Found:
+        def run(inputs: MatmulInputs, d_out: Any) -> Found:
             with self.machine():
                 return jax.block_until_ready(both(inputs, d_out))
 
         return run
 
-    def check(self, got: Found, inputs: GroupedInputs, d_out: Any, where: str = "") -> None:
+    def check(self, got: Found, inputs: MatmulInputs, d_out: Any, where: str = "") -> None:
         want = oracle(inputs, d_out)
         check(got, {name: want[name] for name in got}, where)
 

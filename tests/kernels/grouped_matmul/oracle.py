@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
+from tilewright.kernels.matmul.inputs import MatmulInputs
 
 type Found = dict[str, Any]
 
@@ -29,7 +29,7 @@ def _scaled(array: Any, scale: Any, axes: tuple[int, ...]) -> Any:
     return np.broadcast_to(scale, array.shape)
 
 
-def oracle(inputs: GroupedInputs, d_out: Any) -> Found:
+def oracle(inputs: MatmulInputs, d_out: Any) -> Found:
     """The result, and the gradients of lhs and rhs, for a cotangent of the result."""
     lhs, rhs, d_out = (np.asarray(x).astype(np.float64) for x in (inputs.lhs, inputs.rhs, d_out))
     of_lhs, of_rhs = _scaled(lhs, inputs.lhs_scale, (1,)), _scaled(rhs, inputs.rhs_scale, (1, 2))

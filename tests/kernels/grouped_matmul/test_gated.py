@@ -15,8 +15,8 @@ from tests.kernels.grouped_matmul.oracle import segments
 from tests.kernels.grouped_matmul.test_sharding import mesh_of, put
 from tests.kernels.matmul.gates import gate_oracle, near
 from tests.support.suites import sampled
-from tilewright.kernels.grouped_matmul.cases import GatedGroupedMatmulCase
-from tilewright.kernels.grouped_matmul.xla.params import XlaBlockParams, XlaGatedBackwardParams
+from tilewright.kernels.matmul.cases import GatedGroupedMatmulCase
+from tilewright.kernels.matmul.xla.params import XlaBlockParams, XlaGatedBackwardParams
 from tilewright.kernels.numerics.activations import ACTIVATIONS
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import gated_grouped_matmul, grouped_matmul

@@ -13,17 +13,15 @@ pytest.importorskip("triton")
 from tests.kernels.conftest import A100, H100
 from tests.kernels.grouped_matmul.conformance import random_sizes
 from tests.kernels.grouped_matmul.test_gated import BASE, arrays_of, expected
-from tests.kernels.matmul.gates import gate_oracle, near
+from tests.kernels.matmul.gates import gate_oracle, near, of_arguments
 from tests.kernels.matmul.test_glu import arrays_of as glu_arrays_of
 from tests.support.suites import sampled
-from tilewright.kernels.grouped_matmul.gated import GatedGroupedMatmul
-from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs
-from tilewright.kernels.grouped_matmul.triton.gated import TritonGatedGroupedMatmul
-from tilewright.kernels.grouped_matmul.triton.gated_params import TritonGatedBackwardParams, TritonGatedForwardParams
-from tilewright.kernels.grouped_matmul.triton.glu import TritonGlu
-from tilewright.kernels.matmul.glu import Glu
-from tilewright.kernels.matmul.inputs import GluInputs
-from tilewright.kernels.matmul.xla import XlaGlu
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.ops.gated_grouped_matmul import GatedGroupedMatmul
+from tilewright.kernels.matmul.ops.glu import Glu
+from tilewright.kernels.matmul.triton.backend import TritonGatedGroupedMatmul, TritonGlu
+from tilewright.kernels.matmul.triton.params import TritonGatedBackwardParams, TritonGatedForwardParams
+from tilewright.kernels.matmul.xla.backend import XlaGlu
 from tilewright.kernels.numerics.activations import ACTIVATIONS
 from tilewright.kernels.op.choice import Choice, Platform
 from tilewright.kernels.triton import recorded_launches
@@ -40,14 +38,14 @@ FORWARD = TritonGatedForwardParams(TILE)
 BACKWARD = TritonGatedBackwardParams(TILE, TILE)
 
 
-def inputs_of(lhs: Any, gate: Any, up: Any, sizes: Any, activation: str = "silu", offset: Any = None) -> GatedInputs:
-    return GatedInputs(lhs, gate, up, sizes, lhs.dtype.name, activation, offset)
+def inputs_of(lhs: Any, gate: Any, up: Any, sizes: Any, activation: str = "silu", offset: Any = None) -> MatmulInputs:
+    return MatmulInputs(lhs, gate, lhs.dtype.name, up, sizes, offset, activation=activation)
 
 
-def both(inputs: GatedInputs, d_out: Any, backward: TritonGatedBackwardParams = BACKWARD) -> dict[str, Any]:
+def both(inputs: MatmulInputs, d_out: Any, backward: TritonGatedBackwardParams = BACKWARD) -> dict[str, Any]:
     out, *kept = BACKEND.forward(inputs, FORWARD)
     gradients = BACKEND.backward(inputs, kept, d_out, backward)
-    return {"out": out} | {f"d_{name}": x for name, x in gradients.items()}
+    return {"out": out} | of_arguments(gradients)
 
 
 def interpreted(function: Any, *args: Any) -> Any:
@@ -158,10 +156,10 @@ def test_glu(leading: Any):
     backend = TritonGlu()
 
     def run(x: Any, gate: Any, up: Any, d_out: Any) -> dict[str, Any]:
-        inputs = GluInputs(x, gate, up, "float32", "silu")
+        inputs = MatmulInputs(x, gate, "float32", up, activation="silu")
         out, *kept = backend.forward(inputs, FORWARD)
         gradients = backend.backward(inputs, kept, d_out, BACKWARD)
-        return {"out": out} | {f"d_{name}": each for name, each in gradients.items()}
+        return {"out": out} | of_arguments(gradients, "x")
 
     got = interpreted(run, x, gate, up, d_out)
     assert got["out"].shape == d_out.shape
@@ -171,7 +169,8 @@ def test_glu(leading: Any):
 
 
 def test_glu_comes_behind_xla():
-    inputs = GluInputs(*glu_arrays_of()[:3], "float32", "silu")
+    x, gate, up, _ = glu_arrays_of()
+    inputs = MatmulInputs(x, gate, "float32", up, activation="silu")
     assert TritonGlu().deprioritized(inputs, H100, "forward")
     assert not XlaGlu().deprioritized(inputs, H100, "forward")
 
@@ -184,11 +183,11 @@ def test_what_it_declines():
 
     assert not reasons()
     assert "up must be one of" in reasons(up="float8_e4m3fn")
-    assert "lhs must be one of" in reasons(lhs="float64", gate="float64", up="float64")
-    assert "all must have one dtype, got lhs float32, gate bfloat16, up float32" in reasons(gate="bfloat16")
+    assert "lhs must be one of" in reasons(lhs="float64", rhs="float64", up="float64")
+    assert "all must have one dtype, got lhs float32, gate bfloat16, up float32" in reasons(rhs="bfloat16")
     assert "needs a CUDA GPU" in reasons(Device("cpu", "cpu"))
     rows, matrix = jax.ShapeDtypeStruct((4, 1 << 16), "bfloat16"), jax.ShapeDtypeStruct((1 << 16, 1 << 15), "float32")
-    large = GluInputs(rows, matrix, matrix, "float32", "silu")  # type: ignore[arg-type]
+    large = MatmulInputs(rows, matrix, "float32", matrix, activation="silu")  # type: ignore[arg-type]
     said = "; ".join(TritonGlu().not_supported_reasons(large, A100, "forward"))
     assert "counted by 32 bits" in said
     assert "all must have one dtype, got x bfloat16" in said

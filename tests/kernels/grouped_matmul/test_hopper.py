@@ -19,15 +19,13 @@ from tests.kernels.grouped_matmul.test_gated import all_of, arrays_of, expected
 from tests.kernels.matmul.gates import near
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
-from tilewright.kernels.grouped_matmul.cases import GroupedMatmulCase
-from tilewright.kernels.grouped_matmul.gated_inputs import GatedInputs
-from tilewright.kernels.grouped_matmul.hopper import products
-from tilewright.kernels.grouped_matmul.hopper.backend import HopperGroupedMatmul
-from tilewright.kernels.grouped_matmul.hopper.gated import HopperGatedGroupedMatmul
-from tilewright.kernels.grouped_matmul.hopper.params import HopperGatedBackwardParams, HopperGroupedBackwardParams
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
-from tilewright.kernels.grouped_matmul.op import GroupedMatmul
 from tilewright.kernels.hopper.matmul.params import MatmulParams
+from tilewright.kernels.matmul.cases import GroupedMatmulCase
+from tilewright.kernels.matmul.hopper import products
+from tilewright.kernels.matmul.hopper.backend import HopperGatedGroupedMatmul, HopperGroupedMatmul
+from tilewright.kernels.matmul.hopper.params import HopperGatedBackwardParams, HopperGroupedBackwardParams
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul
 from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.ops.types import Device
@@ -61,7 +59,7 @@ class TestHopper(GroupedConformance):
     def adapted(self, case: GroupedMatmulCase) -> GroupedMatmulCase:
         return dataclasses.replace(case, dtype="float16" if case.dtype == "float16" else "bfloat16", rhs_dtype=None)
 
-    def params(self, inputs: GroupedInputs) -> tuple[Any, Any]:
+    def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
         return PAIR, HopperGroupedBackwardParams(SIDE, PAIR)
 
 
@@ -71,7 +69,7 @@ def everything(case: GroupedMatmulCase, forward: MatmulParams, backward: HopperG
 
     def both(inputs: Any, d_out: Any) -> dict[str, Any]:
         gradients = BACKEND.backward(inputs, None, d_out, backward)
-        return {"out": BACKEND.forward(inputs, forward)} | {f"d_{name}": x for name, x in gradients.items()}
+        return {"out": BACKEND.forward(inputs, forward).out} | {f"d_{name}": x for name, x in gradients.items()}
 
     with interpret_mosaic(detect_races=case.rows < 200):
         got = jax.block_until_ready(jax.jit(both)(inputs, d_out))
@@ -132,7 +130,7 @@ def test_gated(activation: Any, recompute: MatmulParams | None):
 def test_gated_without_gradients_stores_one_array():
     lhs, gate, up, sizes, _ = arrays_of(rows=64, k=72, n=136, groups=2, dtype="bfloat16")
     kernel = HopperGatedGroupedMatmul()
-    inputs = GatedInputs(lhs, gate, up, sizes, "bfloat16", "silu", keeps=False)
+    inputs = MatmulInputs(lhs, gate, "bfloat16", up, sizes, activation="silu", keeps=False)
     with interpret_mosaic():
         out, *rest = kernel.forward(inputs, MatmulParams(64, 128, 2))
     assert rest == [None, None]
@@ -177,7 +175,7 @@ def test_float8(name: str, dtype: str):
     assert BACKEND.not_supported_reasons(inputs, H100, "backward")
     for params in (MatmulParams(128, 256, 2, cluster_m=2), MatmulParams(64, 128, 2)):
         with interpret_mosaic():
-            out = jax.block_until_ready(jax.jit(functools.partial(BACKEND.forward, params=params))(inputs))
+            out = jax.block_until_ready(jax.jit(functools.partial(BACKEND.forward, params=params))(inputs)).out
         check({"out": out}, {"out": oracle(inputs, jnp.zeros_like(out))["out"]})
     assert BACKEND.config_reasons(inputs, H100, "forward", MatmulParams(128, 64, 2))
     listed = list(BACKEND.candidates(inputs, H100, "forward"))
@@ -193,7 +191,7 @@ def test_no_races_of_float8(params: MatmulParams):
     )  # fmt: skip
     inputs = inputs_of(case)
     with interpret_mosaic(detect_races=True):
-        out = jax.block_until_ready(jax.jit(functools.partial(BACKEND.forward, params=params))(inputs))
+        out = jax.block_until_ready(jax.jit(functools.partial(BACKEND.forward, params=params))(inputs)).out
     check({"out": out}, {"out": oracle(inputs, jnp.zeros_like(out))["out"]})
 
 

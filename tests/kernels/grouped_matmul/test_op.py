@@ -10,9 +10,9 @@ import pytest
 import tilewright
 from tests.kernels.grouped_matmul.conformance import FUZZED, check, random_sizes
 from tests.kernels.grouped_matmul.oracle import oracle
-from tilewright.kernels.grouped_matmul.cases import CASES, GroupedMatmulCase
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
-from tilewright.kernels.grouped_matmul.op import GroupedMatmul
+from tilewright.kernels.matmul.cases import GROUPED_CASES, GroupedMatmulCase
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul
 from tilewright.kernels.op.roofline import min_ms
 from tilewright.modules import grouped_matmul
 from tilewright.ops.kernel.prepared import prepared
@@ -27,7 +27,7 @@ def operands(seed: int = 0, **fields: Any) -> tuple[Any, ...]:
 
 
 def expected(lhs: Any, rhs: Any, sizes: Any, d_out: Any, offset: Any = None) -> dict[str, Any]:
-    return oracle(GroupedInputs(lhs, rhs, sizes, "float32", offset), d_out)
+    return oracle(MatmulInputs(lhs, rhs, "float32", group_sizes=sizes, group_offset=offset), d_out)
 
 
 def all_of(lhs: Any, rhs: Any, sizes: Any, d_out: Any, **options: Any) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def test_tuning_measures_every_backend():
 
 def test_cost():
     kernel, h100 = GroupedMatmul(), find_device("NVIDIA H100 80GB HBM3").device
-    case = CASES.by_device["gpu"]["8x8k"]
+    case = GROUPED_CASES.by_device["gpu"]["8x8k"]
     structs = (
         jax.ShapeDtypeStruct((case.rows, case.k), jnp.bfloat16),
         jax.ShapeDtypeStruct((8, case.k, case.n), jnp.bfloat16),

@@ -9,8 +9,8 @@ import pytest
 
 from tests.kernels.conftest import H100
 from tests.kernels.grouped_matmul.conformance import CASES, GroupedConformance, inputs_of
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
-from tilewright.kernels.grouped_matmul.ragged_dot import RaggedDot
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.xla.ragged_dot import RaggedDot
 from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import grouped_matmul
@@ -23,7 +23,7 @@ CONFIG = PerDirection(Choice("xla", "ragged_dot", FwdParams()), Choice("xla", "r
 class TestRaggedDot(GroupedConformance):
     backend: ClassVar[Implementation[Any, Any, Any, Any]] = RaggedDot()
 
-    def params(self, inputs: GroupedInputs) -> tuple[Any, Any]:
+    def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
         return FwdParams(), BwdParams()
 
 

@@ -14,11 +14,11 @@ pytest.importorskip("triton")
 from tests.kernels.conftest import A100, H100
 from tests.kernels.grouped_matmul.conformance import CASES, FUZZED, GroupedConformance, check, inputs_of, random_sizes
 from tests.kernels.grouped_matmul.oracle import oracle, segments
-from tilewright.kernels.grouped_matmul.cases import GroupedMatmulCase
-from tilewright.kernels.grouped_matmul.groups import row_tiles
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
-from tilewright.kernels.grouped_matmul.triton.backend import TritonGroupedMatmul
-from tilewright.kernels.grouped_matmul.triton.params import TritonGroupedBackwardParams, TritonGroupedForwardParams
+from tilewright.kernels.matmul.cases import GroupedMatmulCase
+from tilewright.kernels.matmul.groups import row_tiles
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.triton.backend import TritonGroupedMatmul
+from tilewright.kernels.matmul.triton.params import TritonGroupedBackwardParams, TritonGroupedForwardParams
 from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.kernels.triton.matmul import TritonTile
@@ -42,7 +42,7 @@ class TestTriton(GroupedConformance):
     def device(self) -> Device:
         return H100
 
-    def params(self, inputs: GroupedInputs) -> tuple[Any, Any]:
+    def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
         return TritonGroupedForwardParams(TILE), TritonGroupedBackwardParams(TILE, TILE)
 
 
@@ -53,9 +53,9 @@ def test_first_choices():
     d_out = jnp.asarray(np.random.default_rng(0).standard_normal(inputs.out_shape), jnp.bfloat16)
     forward, backward = (BACKEND.heuristic(inputs, A100, each) for each in ("forward", "backward"))
 
-    def both(inputs: GroupedInputs, d_out: Any) -> dict[str, Any]:
+    def both(inputs: MatmulInputs, d_out: Any) -> dict[str, Any]:
         gradients = BACKEND.backward(inputs, None, d_out, backward)
-        return {"out": BACKEND.forward(inputs, forward)} | {f"d_{name}": x for name, x in gradients.items()}
+        return {"out": BACKEND.forward(inputs, forward).out} | {f"d_{name}": x for name, x in gradients.items()}
 
     with interpret_triton():
         got = jax.block_until_ready(jax.jit(both)(inputs, d_out))
@@ -74,7 +74,7 @@ def test_vmap_is_one_launch_of_more_rows():
     def both(lhs: Any, rhs: Any, sizes: Any) -> dict[str, Any]:
         given = inputs.replace(lhs=lhs, rhs=rhs, group_sizes=sizes)
         gradients = BACKEND.backward(given, None, d_out, params[1])
-        return {"out": BACKEND.forward(given, params[0])} | {f"d_{name}": x for name, x in gradients.items()}
+        return {"out": BACKEND.forward(given, params[0]).out} | {f"d_{name}": x for name, x in gradients.items()}
 
     for axes in ((0, 0, 0), (None, None, 0), (0, None, None), (None, 0, 0)):
         given = [
@@ -123,7 +123,7 @@ def test_what_it_declines():
     assert not reasons("float32_from_bfloat16")
     assert "must have the dtype of lhs, got float32" in reasons("float32_from_bfloat16", "backward")
     assert reasons("blocks") == "does not serve lhs_scale; does not serve rhs_scale"
-    assert "must have one dtype, got bfloat16 and float32" in reasons("two_dtypes")
+    assert "all must have one dtype, got lhs bfloat16, rhs float32" in reasons("two_dtypes")
     assert "lhs must be one of" in reasons("float32", dtype="float8_e4m3fn")
     assert "needs a CUDA GPU" in reasons("float32", device=Device("cpu", "cpu"))
     lhs, rhs = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((37, 1 << 16), (4, 1 << 16, 1 << 15)))

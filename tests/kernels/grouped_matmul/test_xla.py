@@ -11,11 +11,11 @@ import pytest
 from tests.kernels.conftest import H100
 from tests.kernels.grouped_matmul.conformance import FUZZED, GroupedConformance, check, cotangent_of, inputs_of
 from tests.kernels.grouped_matmul.oracle import oracle
-from tilewright.kernels.grouped_matmul.cases import GroupedMatmulCase
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
-from tilewright.kernels.grouped_matmul.xla.backend import XlaGroupedMatmul
-from tilewright.kernels.grouped_matmul.xla.blocks import Blocks
-from tilewright.kernels.grouped_matmul.xla.params import XlaBlockParams
+from tilewright.kernels.matmul.cases import GroupedMatmulCase
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.xla.backend import XlaGroupedMatmul
+from tilewright.kernels.matmul.xla.blocks import Blocks
+from tilewright.kernels.matmul.xla.params import XlaBlockParams
 from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.utils import device as devices
 from tilewright.ops.utils.device import current_device
@@ -24,16 +24,16 @@ from tilewright.ops.utils.serialize import tagged, untagged
 BACKEND = XlaGroupedMatmul()
 
 
-def run(inputs: GroupedInputs, d_out: Any, rows: int = 8) -> dict[str, Any]:
+def run(inputs: MatmulInputs, d_out: Any, rows: int = 8) -> dict[str, Any]:
     params = XlaBlockParams(rows)
     gradients = BACKEND.backward(inputs, None, d_out, params)
-    return {"out": BACKEND.forward(inputs, params), **{f"d_{name}": x for name, x in gradients.items()}}
+    return {"out": BACKEND.forward(inputs, params).out, **{f"d_{name}": x for name, x in gradients.items()}}
 
 
 class TestXla(GroupedConformance):
     backend: ClassVar[Implementation[Any, Any, Any, Any]] = BACKEND
 
-    def params(self, inputs: GroupedInputs) -> tuple[Any, Any]:
+    def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
         return XlaBlockParams(8), XlaBlockParams(8)
 
 
@@ -84,7 +84,7 @@ def test_float8(scaling: Any):
     inputs = inputs_of(dataclasses.replace(case, dtype="float8_e4m3fn", rhs_dtype="float8_e5m2"))
     assert inputs.out_dtype == "bfloat16"
     d_out = cotangent_of(inputs)
-    got, want = BACKEND.forward(inputs, XlaBlockParams(8)), oracle(inputs, d_out)
+    got, want = BACKEND.forward(inputs, XlaBlockParams(8)).out, oracle(inputs, d_out)
     check({"out": got}, {"out": want["out"]})
 
 

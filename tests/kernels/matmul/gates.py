@@ -44,6 +44,12 @@ def gate_oracle(activation: str, x: Any, gate: Any, up: Any, d_out: Any) -> dict
     }
 
 
+def of_arguments(gradients: dict[str, Any], rows: str = "lhs") -> dict[str, Any]:
+    """A backend's gradients by the arguments of a gated op, whose first one has this name."""
+    names = {"lhs": rows, "rhs": "gate", "up": "up"}
+    return {f"d_{names[field]}": gradient for field, gradient in gradients.items()}
+
+
 def near(got: dict[str, Any], want: dict[str, Any], where: str = "") -> None:
     """Checks results and gradients; pre-activations and their gradients are rounded, too, so three roundings count."""
     assert got.keys() == want.keys()

@@ -13,7 +13,7 @@ from tests.kernels.grouped_matmul.test_sharding import mesh_of, put
 from tests.kernels.matmul.gates import gate_oracle, near
 from tests.support.suites import sampled
 from tilewright.kernels.matmul.cases import GluCase
-from tilewright.kernels.matmul.params import XlaGluBackwardParams
+from tilewright.kernels.matmul.xla.params import XlaGluBackwardParams
 from tilewright.kernels.numerics.activations import ACTIVATIONS
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import glu

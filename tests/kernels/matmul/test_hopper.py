@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 
 from tests.kernels.conftest import A100, H100
-from tests.kernels.matmul.gates import gate_oracle, near
+from tests.kernels.matmul.gates import gate_oracle, near, of_arguments
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.store import stores_in_flight
-from tilewright.kernels.matmul import hopper
-from tilewright.kernels.matmul.inputs import GluInputs, MatmulInputs
-from tilewright.kernels.matmul.params import HopperGluBackwardParams, HopperMatmulBackwardParams
+from tilewright.kernels.matmul.hopper import products
+from tilewright.kernels.matmul.hopper.backend import HopperGlu, HopperMatmul
+from tilewright.kernels.matmul.hopper.params import HopperGluBackwardParams, HopperMatmulBackwardParams
+from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.modules import matmul
 from tilewright.ops.utils.serialize import tagged, untagged
 
@@ -39,7 +40,7 @@ PARAMS = {
 @pytest.fixture(autouse=True)
 def few_sms() -> Iterator[None]:
     """Few programs, so that each has several items."""
-    with mock.patch.object(hopper, "num_sms", return_value=4):
+    with mock.patch.object(products, "num_sms", return_value=4):
         yield
 
 
@@ -56,12 +57,12 @@ def check(
 ) -> None:
     lhs, rhs = drawn(0, *((k, m) if flags[0] else (m, k))), drawn(1, *((n, k) if flags[1] else (k, n)))
     d_out = drawn(2, m, n)
-    inputs = MatmulInputs(lhs, rhs, "bfloat16", *flags)
-    backend = hopper.HopperMatmul()
+    inputs = MatmulInputs(lhs, rhs, "bfloat16", transpose_lhs=flags[0], transpose_rhs=flags[1])
+    backend = HopperMatmul()
 
     def both(inputs: MatmulInputs, d_out: Any) -> dict[str, Any]:
         gradients = backend.backward(inputs, None, d_out, HopperMatmulBackwardParams(params, params))
-        return {"out": backend.forward(inputs, params), **gradients}
+        return {"out": backend.forward(inputs, params).out, **gradients}
 
     with interpret_mosaic(detect_races=races):
         got = jax.block_until_ready(jax.jit(both)(inputs, d_out))
@@ -97,7 +98,7 @@ def test_leading_dimensions_and_float32_results():
     lhs, rhs = drawn(0, 2, 3, 40, 64), drawn(1, 64, 24)
     inputs = MatmulInputs(lhs, rhs, "float32")
     with interpret_mosaic():
-        out = jax.block_until_ready(jax.jit(lambda inputs: hopper.HopperMatmul().forward(inputs, SMALL))(inputs))
+        out = jax.block_until_ready(jax.jit(lambda inputs: HopperMatmul().forward(inputs, SMALL).out)(inputs))
     assert out.shape == (2, 3, 40, 24)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, exact(lhs) @ exact(rhs), rtol=1e-5, atol=1e-4)
@@ -107,14 +108,14 @@ def test_leading_dimensions_and_float32_results():
 def test_glu(recompute: bool):
     x, gate, up = drawn(0, 2, 70, 72), 0.1 * drawn(1, 72, 200), 0.1 * drawn(2, 72, 200)
     d_out = drawn(3, 2, 70, 200)
-    inputs, backend = GluInputs(x, gate, up, "bfloat16", "gelu_tanh"), hopper.HopperGlu()
+    inputs, backend = MatmulInputs(x, gate, "bfloat16", up, activation="gelu_tanh"), HopperGlu()
     params = MatmulParams(128, 128, 2)
     of_backward = HopperGluBackwardParams(SMALL, PARAMS["pair"], params if recompute else None)
 
-    def both(inputs: GluInputs, d_out: Any) -> dict[str, Any]:
+    def both(inputs: MatmulInputs, d_out: Any) -> dict[str, Any]:
         out, *kept = backend.forward(inputs, params)
         gradients = backend.backward(inputs, kept, d_out, of_backward)
-        return {"out": out, **{f"d_{name}": each for name, each in gradients.items()}}
+        return {"out": out, **of_arguments(gradients, "x")}
 
     with interpret_mosaic():
         got = jax.block_until_ready(jax.jit(both)(inputs, d_out))
@@ -133,7 +134,7 @@ def test_the_op_takes_it_by_name():
 
 def test_vmap():
     lhs, rhs = drawn(0, 3, 64, 64), drawn(1, 64, 64)
-    one = lambda x: hopper.HopperMatmul().forward(MatmulInputs(x, rhs, "bfloat16"), SMALL)
+    one = lambda x: HopperMatmul().forward(MatmulInputs(x, rhs, "bfloat16"), SMALL).out
     with interpret_mosaic():
         out = jax.block_until_ready(jax.jit(jax.vmap(one))(lhs))
     near({"out": out}, {"out": exact(lhs) @ exact(rhs)})
@@ -157,7 +158,7 @@ def test_no_buffer_is_written_before_it_is_read(parts: int, units: int):
 
 def test_params_and_what_is_declined():
     inputs = MatmulInputs(drawn(0, 64, 64), drawn(1, 64, 128), "bfloat16")
-    backend = hopper.HopperMatmul()
+    backend = HopperMatmul()
     for direction in ("forward", "backward"):
         for params in backend.candidates(inputs, H100, direction):
             assert untagged(tagged(params)) == params
@@ -167,8 +168,8 @@ def test_params_and_what_is_declined():
     odd = MatmulInputs(drawn(0, 63, 64), drawn(1, 64, 128), "bfloat16")
     assert not backend.not_supported_reasons(odd, H100, "forward")
     assert "rows=63" in "; ".join(backend.not_supported_reasons(odd, H100, "backward"))
-    glu = GluInputs(drawn(0, 64, 64), drawn(1, 64, 128), drawn(2, 64, 128), "bfloat16", "silu")
+    glu = MatmulInputs(drawn(0, 64, 64), drawn(1, 64, 128), "bfloat16", drawn(2, 64, 128), activation="silu")
     for direction in ("forward", "backward"):
-        for params in hopper.HopperGlu().candidates(glu, H100, direction):
+        for params in HopperGlu().candidates(glu, H100, direction):
             assert untagged(tagged(params)) == params
-            assert not hopper.HopperGlu().config_reasons(glu, H100, direction, params)
+            assert not HopperGlu().config_reasons(glu, H100, direction, params)

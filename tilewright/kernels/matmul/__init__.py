@@ -1,1 +1,1 @@
-"""Dense matmuls: one alone, and the pair of a gated linear unit."""
+"""Matmuls: dense or of rows in groups, each alone or the pair of a gated linear unit."""

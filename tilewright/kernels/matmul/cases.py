@@ -1,11 +1,13 @@
-"""Named calls of the dense matmuls, for tests, tuning and benchmarks."""
+"""Named calls of the matmuls, for tests, tuning and benchmarks."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.kernels.matmul.inputs import SCALE_BLOCK
 from tilewright.kernels.numerics.activations import ACTIVATIONS, Activation
 from tilewright.kernels.op.cases import Arguments, Case, OpCases, Peer, normal, variants
 
@@ -106,4 +108,194 @@ GLU_CASES = OpCases(
         | {f"`{name}`": {"activation": name} for name in ACTIVATIONS},
     ),
     brief={"rows": 16, "k": 128, "n": 128},
+)
+
+
+type Scaling = Literal["none", "number", "blocks"]
+
+_RNG = np.random.default_rng
+
+
+def generator_of(key: jax.Array) -> np.random.Generator:
+    """A generator on the host, with a seed from a key of JAX's."""
+    with jax.ensure_compile_time_eval():
+        return _RNG(np.asarray(jax.random.key_data(key)).ravel())
+
+
+def group_sizes(random: np.random.Generator, rows: int, groups: int) -> np.ndarray[Any, Any]:
+    """Sizes that sum to ``rows``, as unequal as those of the experts of a trained model: some are empty."""
+    shares = random.gamma(2.0, size=groups) if groups else np.zeros(0)
+    return random.multinomial(rows, shares / shares.sum()).astype(np.int32) if groups else shares.astype(np.int32)
+
+
+def group_offset_of(random: np.random.Generator, groups: int, matrices: int) -> np.ndarray[Any, Any]:
+    """The group of the first of some matrices, int32, so that all of them have a group."""
+    return np.asarray(random.integers(0, groups - matrices, endpoint=True), np.int32)
+
+
+def _scale(random: np.random.Generator, kind: Scaling, shape: tuple[int, ...], blocked: tuple[int, ...]) -> Any:
+    """A scale for an array of ``shape`` of which the axes ``blocked`` are in blocks."""
+    if kind == "none":
+        return None
+    blocks = tuple(-(-size // SCALE_BLOCK) if axis in blocked else size for axis, size in enumerate(shape))
+    drawn = random.uniform(0.5, 2.0, blocks if kind == "blocks" else ()).astype(np.float32)
+    return jnp.asarray(drawn)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupedMatmulCase(Case):
+    """The sizes and options of one call of ``grouped_matmul``.
+
+    Attributes:
+      rows: rows of lhs, of all groups together.
+      matrices: matrices in rhs, the groups from ``group_offset`` on; as many as groups if ``None``.
+      rhs_dtype: dtype of rhs; that of lhs if ``None``.
+      sizes: the group sizes; drawn if ``None``.
+    """
+
+    rows: int = 1024
+    k: int = 512
+    n: int = 512
+    groups: int = 8
+    matrices: int | None = None
+    group_offset: int | None = None
+    transpose_rhs: bool = False
+    lhs_scale: Scaling = "none"
+    rhs_scale: Scaling = "none"
+    rhs_dtype: str | None = None
+    preferred_element_type: str | None = None
+    sizes: tuple[int, ...] | None = None
+
+    def arguments(self, seed: int = 0) -> Arguments:
+        random = _RNG(seed)
+        matrices = self.groups if self.matrices is None else self.matrices
+        shape = (matrices, self.n, self.k) if self.transpose_rhs else (matrices, self.k, self.n)
+        lhs = normal(random, (self.rows, self.k), self.dtype)
+        rhs = normal(random, shape, self.rhs_dtype or self.dtype)
+        sizes = group_sizes(random, self.rows, self.groups) if self.sizes is None else self.sizes
+        options: dict[str, Any] = {
+            "group_offset": None if self.group_offset is None else jnp.int32(self.group_offset),
+            "lhs_scale": _scale(random, self.lhs_scale, lhs.shape, (1,)),
+            "rhs_scale": _scale(random, self.rhs_scale, rhs.shape, (1, 2)),
+            "preferred_element_type": self.preferred_element_type,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        return (lhs, rhs, jnp.asarray(sizes, jnp.int32)), given | {"transpose_rhs": self.transpose_rhs}
+
+
+def jax_ragged_dot(case: GroupedMatmulCase) -> Peer | str:
+    """``jax.lax.ragged_dot``, or the reason why it cannot do the case."""
+    if case.group_offset is not None:
+        return "jax.lax.ragged_dot has no group_offset"
+    if "blocks" in (case.lhs_scale, case.rhs_scale) or "number" in (case.lhs_scale, case.rhs_scale):
+        return "jax.lax.ragged_dot has no scales"
+
+    def ragged_dot(lhs: Any, rhs: Any, sizes: Any, *, transpose_rhs: bool, **options: Any) -> Any:
+        return jax.lax.ragged_dot(lhs, rhs.swapaxes(1, 2) if transpose_rhs else rhs, sizes, **options)
+
+    return ragged_dot
+
+
+_SMALL = GroupedMatmulCase("small", rows=24, k=16, n=16, groups=3)
+_OPTION = GroupedMatmulCase("", rows=256, k=256, n=256, groups=4)
+
+GROUPED_CASES = OpCases(
+    shape=("rows", "k", "n", "groups"),
+    small=_SMALL,
+    large=dataclasses.replace(_SMALL, name="large", rows=40, groups=5),
+    by_device={
+        "cpu": variants(
+            GroupedMatmulCase(""),
+            {
+                "8x1k": {"rows": 1024, "k": 512, "n": 1024},
+                "64x2k": {"rows": 2048, "k": 256, "n": 512, "groups": 64},
+                "decode": {"rows": 64, "k": 512, "n": 1024, "groups": 64},
+            },
+        ),
+        "gpu": variants(
+            GroupedMatmulCase("", dtype="bfloat16"),
+            {
+                "8x8k": {"rows": 8192, "k": 4096, "n": 14336},
+                "64x16k": {"rows": 16384, "k": 7168, "n": 2048, "groups": 64},
+                "256x16k": {"rows": 16384, "k": 7168, "n": 2048, "groups": 256},
+                "128x64k": {"rows": 65536, "k": 2048, "n": 768, "groups": 128},
+                "decode_8": {"rows": 64, "k": 4096, "n": 14336},
+                "decode_64": {"rows": 64, "k": 7168, "n": 2048, "groups": 64},
+            },
+        ),
+    },
+    options=variants(
+        _OPTION,
+        {
+            "float32": {},
+            "bfloat16": {"dtype": "bfloat16"},
+            "float16": {"dtype": "float16"},
+            "float8_e4m3fn": {"dtype": "float8_e4m3fn", "preferred_element_type": "bfloat16"},
+            "`transpose_rhs`": {"dtype": "bfloat16", "transpose_rhs": True},
+            "`preferred_element_type`": {"dtype": "bfloat16", "preferred_element_type": "float32"},
+            "`group_offset`": {"dtype": "bfloat16", "matrices": 2, "group_offset": 1},
+            "a scale for each operand": {"dtype": "float8_e4m3fn", "lhs_scale": "number", "rhs_scale": "number"},
+            "scales for blocks": {"dtype": "float8_e4m3fn", "lhs_scale": "blocks", "rhs_scale": "blocks"},
+            "k or n of no multiple of 8": {"dtype": "bfloat16", "k": 130, "n": 77},
+        },
+    ),
+    peers={"jax.lax.ragged_dot": jax_ragged_dot},
+    brief={"rows": 16, "groups": 2, "k": 128, "n": 128},
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GatedGroupedMatmulCase(Case):
+    """The sizes and options of one call of ``gated_grouped_matmul``.
+
+    Attributes:
+      rows: rows of lhs, of all groups together.
+      matrices: matrices in gate and up, the groups from ``group_offset`` on; as many as groups if ``None``.
+      sizes: the group sizes; drawn if ``None``.
+    """
+
+    rows: int = 1024
+    k: int = 512
+    n: int = 512
+    groups: int = 8
+    activation: Activation = "silu"
+    matrices: int | None = None
+    group_offset: int | None = None
+    sizes: tuple[int, ...] | None = None
+
+    def arguments(self, seed: int = 0) -> Arguments:
+        random = _RNG(seed)
+        # Matrices as a model has them: pre-activations are about 1, where activations are not linear.
+        lhs = normal(random, (self.rows, self.k), self.dtype)
+        shape = (self.groups if self.matrices is None else self.matrices, self.k, self.n)
+        gate, up = ((normal(random, shape, "float32") / max(self.k, 1) ** 0.5).astype(self.dtype) for _ in range(2))
+        sizes = group_sizes(random, self.rows, self.groups) if self.sizes is None else self.sizes
+        offset = {} if self.group_offset is None else {"group_offset": jnp.int32(self.group_offset)}
+        return (lhs, gate, up, jnp.asarray(sizes, jnp.int32)), {"activation": self.activation} | offset
+
+
+_GATED_SMALL = GatedGroupedMatmulCase("small", rows=24, k=16, n=20, groups=3)
+
+GATED_CASES = OpCases(
+    shape=("rows", "k", "n", "groups"),
+    small=_GATED_SMALL,
+    large=dataclasses.replace(_GATED_SMALL, name="large", rows=40, groups=5),
+    by_device={
+        "cpu": variants(GatedGroupedMatmulCase(""), {"8x1k": {"rows": 1024, "k": 512, "n": 1024}}),
+        "gpu": variants(
+            GatedGroupedMatmulCase("", dtype="bfloat16"),
+            {
+                "mixtral": {"rows": 16384, "k": 4096, "n": 14336},
+                "qwen3_30b": {"rows": 65536, "k": 2048, "n": 768, "groups": 128},
+                "decode_8": {"rows": 64, "k": 4096, "n": 14336},
+            },
+        ),
+    },
+    options=variants(
+        GatedGroupedMatmulCase("", rows=256, k=256, n=256, groups=4, dtype="bfloat16"),
+        {"float32": {"dtype": "float32"}, "bfloat16": {}, "float16": {"dtype": "float16"}}
+        | {f"`{name}`": {"activation": name} for name in ACTIVATIONS}
+        | {"`group_offset`": {"matrices": 2, "group_offset": 1}},
+    ),
+    brief={"rows": 16, "groups": 2, "k": 128, "n": 128},
 )

@@ -1,34 +1,79 @@
-"""The inputs of the backends of both ops: canonical arrays and static options."""
+"""The description of a matmul, which may have groups of rows, a gate and scales, and its results."""
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
 
-from tilewright.kernels.op.inputs import OpInputs, static
+from tilewright.kernels.numerics.dots import accumulator
+from tilewright.kernels.op.arguments import apply, reshape
+from tilewright.kernels.op.inputs import OpInputs, array, static
+
+SCALE_BLOCK = 128
+"""Elements along k, and of a matrix along n too, that share a scale."""
+
+
+class MatmulResults(NamedTuple):
+    """The result, and of a gated op both pre-activations, which are the residuals of its backward pass.
+
+    A backend may return ``None`` for these if they are not kept. Rows of no group are zeros in all of them.
+    """
+
+    out: jax.Array
+    gate: jax.Array | None = None
+    up: jax.Array | None = None
 
 
 class MatmulInputs(OpInputs):
-    """A call of ``matmul`` after ``prepare``; shapes and dtypes hold without further checks.
+    """A call after ``prepare``; shapes and dtypes hold without further checks, group sizes may be any numbers.
 
     Attributes:
-      lhs: ``[..., k]``, or ``[k, m]`` if it is transposed.
-      rhs: ``[k, n]`` or ``[n, k]``.
-      out_dtype: the name of the dtype of the result.
+      lhs: ``[..., k]``, or ``[k, m]`` if it is transposed; ``[rows, k]`` with groups.
+      rhs: ``[k, n]``, or ``[n, k]`` if it is transposed; with groups ``[matrices, ...]``, as many as groups without an
+        offset. Of a gated op the gate's.
+      out_dtype: the name of the dtype of the result and of the pre-activations.
+      up: as rhs, of a gated op; ``None`` for the product with rhs alone.
+      group_sizes: ``None`` for one matrix that all rows are multiplied with.
+      group_offset: the group of the first matrix, possibly none that exists; ``None`` for 0.
+      lhs_scale, rhs_scale: with groups ``None``, a scalar, or a scale for each block, in the layout of its operand.
+      activation: of a gated op.
+      transpose_lhs: not with groups.
+      keeps: False to a forward pass whose pre-activations are not used.
     """
 
     lhs: Float[Array, "..."]
-    rhs: Float[Array, "_ _"]
+    rhs: Float[Array, "..."]
     out_dtype: str = static()
+    up: Float[Array, "..."] | None = None
+    group_sizes: Int32[Array, " groups"] | None = None
+    group_offset: Int32[Array, ""] | None = None
+    lhs_scale: Float[Array, "*_"] | None = array(default=None, gradient=False)
+    rhs_scale: Float[Array, "*_"] | None = array(default=None, gradient=False)
+    activation: str | None = static(default=None)
     transpose_lhs: bool = static(default=False)
     transpose_rhs: bool = static(default=False)
     precision: Any = static(default=None)
+    keeps: bool = static(default=True, role="stage")
+
+    @functools.cached_property
+    def weights(self) -> dict[str, jax.Array]:
+        """The matrices that the rows are multiplied with, by field."""
+        return {"rhs": self.rhs} if self.up is None else {"rhs": self.rhs, "up": self.up}
+
+    @functools.cached_property
+    def operands(self) -> dict[str, jax.Array]:
+        """The arrays that are multiplied, by the names of their arguments."""
+        if self.up is None:
+            return {"lhs": self.lhs, "rhs": self.rhs}
+        return {"x" if self.group_sizes is None else "lhs": self.lhs, "gate": self.rhs, "up": self.up}
 
     @functools.cached_property
     def k_axes(self) -> tuple[int, int]:
-        """The axis of either operand along which they are summed."""
+        """The axis of lhs, and that of a matrix, along which they are summed."""
         return 0 if self.transpose_lhs else len(self.lhs.shape) - 1, 1 if self.transpose_rhs else 0
 
     @functools.cached_property
@@ -47,40 +92,52 @@ class MatmulInputs(OpInputs):
 
     @functools.cached_property
     def n(self) -> int:
-        return self.rhs.shape[1 - self.k_axes[1]]
-
-
-class GluInputs(OpInputs):
-    """A call of ``glu`` after ``prepare``; shapes and dtypes hold without further checks.
-
-    Attributes:
-      out_dtype: the name of the dtype of the result and of the pre-activations.
-      keeps: False to a forward pass whose pre-activations are not used.
-    """
-
-    x: Float[Array, "*rows k"]
-    gate: Float[Array, "k n"]
-    up: Float[Array, "k n"]
-    out_dtype: str = static()
-    activation: str = static()
-    keeps: bool = static(default=True, role="stage")
-
-    @functools.cached_property
-    def rows(self) -> int:
-        return math.prod(self.x.shape[:-1])
-
-    @functools.cached_property
-    def k(self) -> int:
-        return self.gate.shape[0]
-
-    @functools.cached_property
-    def n(self) -> int:
-        return self.gate.shape[1]
+        return self.rhs.shape[-2 if self.transpose_rhs else -1]
 
     @functools.cached_property
     def out_shape(self) -> tuple[int, ...]:
-        return (*self.x.shape[:-1], self.n)
+        """The shape of the result and of the pre-activations."""
+        return *self.leading, self.n
 
+    @functools.cached_property
+    def groups(self) -> int:
+        """The number of group sizes; 1 without groups."""
+        return 1 if self.group_sizes is None else self.group_sizes.shape[0]
 
-type GluResults = tuple[jax.Array, jax.Array | None, jax.Array | None]
-"""The output and both pre-activations, which are the residuals: a backend may return None for them if not kept."""
+    @functools.cached_property
+    def matrices(self) -> int:
+        """The number of matrices in rhs, fewer than groups on a device that has a part of them."""
+        return 1 if self.group_sizes is None else self.rhs.shape[0]
+
+    @functools.cached_property
+    def is_empty(self) -> bool:
+        """True if an operand has no elements."""
+        return 0 in (*self.lhs.shape, *self.rhs.shape)
+
+    @functools.cached_property
+    def num_results(self) -> int:
+        """The number of results that are kept."""
+        return 3 if self.up is not None and self.keeps else 1
+
+    @functools.cached_property
+    def accumulator(self) -> np.dtype:
+        """The dtype of sums."""
+        return accumulator(*(x.dtype for x in self.operands.values()), self.out_dtype)
+
+    @functools.cached_property
+    def has_scales(self) -> bool:
+        return self.lhs_scale is not None or self.rhs_scale is not None
+
+    def product(self, name: str) -> "MatmulInputs":
+        """The inputs of the product with one of the weights."""
+        return self if self.up is None else self.replace(rhs=self.weights[name], up=None, activation=None)
+
+    def as_one_group(self) -> "MatmulInputs":
+        """The same call with one group of all rows if it has none; also without arrays."""
+        if self.group_sizes is not None:
+            return self
+        return self.replace(
+            lhs=reshape(self.lhs, (self.rows, self.k)),
+            **{name: apply(lambda x: x[None], x) for name, x in self.weights.items()},
+            group_sizes=apply(lambda _: jnp.full((1,), self.rows, jnp.int32), self.lhs),
+        )

@@ -1,13 +1,16 @@
-"""The split of a dense matmul over explicit mesh axes: by rows, k and n, each by axes of its own."""
+"""The split of a matmul over explicit mesh axes: by rows, k, n and matrices, each by axes of its own."""
 
-from collections.abc import Sequence
+import dataclasses
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
-from tilewright.kernels.matmul.inputs import GluInputs, MatmulInputs
-from tilewright.kernels.numerics.dots import accumulator
+from tilewright.kernels.matmul.groups import row_bounds
+from tilewright.kernels.matmul.inputs import SCALE_BLOCK, MatmulInputs
 from tilewright.kernels.op.sharding import (
     GradientParts,
     Partitioning,
@@ -17,83 +20,143 @@ from tilewright.kernels.op.sharding import (
     typed_spec,
 )
 
+_WHOLE = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """The mesh axes, in the form of an entry of a ``PartitionSpec``, that split each dimension.
+
+    Attributes:
+      rows: of each leading dimension of the result.
+      matrices: ``None`` without groups, too.
+    """
+
+    rows: tuple[Any, ...]
+    k: Any
+    n: Any
+    matrices: Any
+
+    @property
+    def row_names(self) -> tuple[str, ...]:
+        return tuple(name for axes in self.rows for name in axis_names(axes))
+
+    def lhs_spec(self, inputs: MatmulInputs) -> PartitionSpec:
+        axes = [*self.rows]
+        axes.insert(inputs.k_axes[0], self.k)
+        return PartitionSpec(*axes)
+
+    def matrix_spec(self, inputs: MatmulInputs) -> PartitionSpec:
+        stacked = [] if inputs.group_sizes is None else [self.matrices]
+        return PartitionSpec(*stacked, *((self.n, self.k) if inputs.transpose_rhs else (self.k, self.n)))
+
 
 def matmul_partitioning(inputs: MatmulInputs) -> Partitioning | None:
     """The partitioning that the types of the arrays imply; ``None`` without explicit axes.
 
-    Partial results of parts of k are summed over the devices before they are rounded.
+    Partial results of parts of k, and rows that only one device has matrices for, are summed over the devices. Of a
+    gated op k must be whole: an activation needs the whole sum.
 
     Raises:
-      ValueError: two dimensions are split by the same axis, or k in two ways.
+      ValueError: two dimensions are split by the same axis, or one in two ways, or k of a gated op is split.
     """
-    lhs, rhs = inputs.lhs, inputs.rhs
-    mesh = explicit_mesh(lhs, rhs)
+    mesh = explicit_mesh(*inputs.operands.values())
     if mesh is None:
         return None
-    k_axis, rhs_axis = inputs.k_axes
-    rows, of_rhs = list(typed_axes(lhs)), typed_axes(rhs)
-    k = _common(rows.pop(k_axis), of_rhs[rhs_axis], {"lhs": lhs, "rhs": rhs})
-    n = of_rhs[1 - rhs_axis]
-    _check_distinct((*rows, k, n), {"lhs": lhs, "rhs": rhs})
-    lhs_axes = [*rows]
-    lhs_axes.insert(k_axis, k)
-    of_lhs = PartitionSpec(*lhs_axes)
-    of_matrix = PartitionSpec(*((n, k) if rhs_axis else (k, n)))
-    summed, row_names = axis_names(k), tuple(name for axes in rows for name in axis_names(axes))
-    wide = accumulator(lhs.dtype, rhs.dtype, inputs.out_dtype)
+    split = _split(inputs)
+    _check_scales(inputs, split, mesh.shape)
+    rows, matrices = split.lhs_spec(inputs), split.matrix_spec(inputs)
+    summed = axis_names(split.k) + axis_names(split.matrices)
+
+    def on_part(part: MatmulInputs) -> MatmulInputs:
+        part = _on_part(part, split)
+        return part.replace(out_dtype=inputs.accumulator.name) if split.k is not None else part
+
+    def on_results(results: Any) -> Any:
+        results = lax.psum(results, summed) if summed else results
+        return jax.tree.map(lambda x: x.astype(inputs.out_dtype), results)
+
+    weights = dict.fromkeys(inputs.weights, matrices)
     return Partitioning(
         mesh=mesh,
-        inputs=inputs.replace(lhs=of_lhs, rhs=of_matrix),
-        results=PartitionSpec(*rows, n),
+        inputs=inputs.replace(
+            lhs=rows,
+            **weights,
+            group_sizes=None if inputs.group_sizes is None else _WHOLE,
+            group_offset=None if inputs.group_offset is None else _WHOLE,
+            lhs_scale=_scale_spec(inputs.lhs_scale, rows),
+            rhs_scale=_scale_spec(inputs.rhs_scale, matrices),
+        ),
+        results=PartitionSpec(*split.rows, split.n),
         gradients={
-            "lhs": GradientParts(of_lhs, axis_names(n), typed_spec(lhs)),
-            "rhs": GradientParts(of_matrix, row_names, typed_spec(rhs)),
+            # Each row has a matrix on one device alone.
+            "lhs": GradientParts(
+                rows, axis_names(split.n) + axis_names(split.matrices), typed_spec(inputs.lhs), disjoint=split.n is None
+            ),
+            **{name: GradientParts(matrices, split.row_names, typed_spec(x)) for name, x in inputs.weights.items()},
         },
-        on_part=lambda part: part.replace(out_dtype=wide.name) if summed else part,
-        on_results=lambda out: jax.lax.psum(out, summed).astype(inputs.out_dtype) if summed else out,
+        on_part=on_part,
+        on_results=on_results,
+        shared_with_xla=inputs.group_sizes is None,
     )
 
 
-def glu_partitioning(inputs: GluInputs) -> Partitioning | None:
-    """The same for a gated linear unit, whose k must be whole: an activation needs the whole sum.
-
-    Raises:
-      ValueError: k is split, or gate and up in two ways, or two dimensions are split by the same axis.
-    """
-    arrays = {"x": inputs.x, "gate": inputs.gate, "up": inputs.up}
-    mesh = explicit_mesh(*arrays.values())
-    if mesh is None:
-        return None
-    *rows, k = typed_axes(inputs.x)
-    (gate_k, n), of_up = typed_axes(inputs.gate), typed_axes(inputs.up)
-    if of_up != (gate_k, n) or k is not None or gate_k is not None:
-        raise ValueError(f"gate and up must be split alike, and k be whole ({_described(arrays)}); reshard them first")
-    _check_distinct((*rows, n), arrays)
-    of_x, of_matrix = PartitionSpec(*rows, None), PartitionSpec(None, n)
-    row_names = tuple(name for axes in rows for name in axis_names(axes))
-    return Partitioning(
-        mesh=mesh,
-        inputs=inputs.replace(x=of_x, gate=of_matrix, up=of_matrix),
-        results=PartitionSpec(*rows, n),
-        gradients={
-            "x": GradientParts(of_x, axis_names(n), typed_spec(inputs.x)),
-            "gate": GradientParts(of_matrix, row_names, typed_spec(inputs.gate)),
-            "up": GradientParts(of_matrix, row_names, typed_spec(inputs.up)),
-        },
-    )
+def _on_part(part: MatmulInputs, split: Split) -> MatmulInputs:
+    """A device's part with the sizes of its rows' groups, and the group of its first matrix."""
+    if part.group_sizes is not None and split.row_names:
+        part = part.replace(group_sizes=_sizes_of_part(part, split.row_names))
+    if split.matrices is not None:
+        first = lax.axis_index(axis_names(split.matrices)).astype(jnp.int32) * part.matrices
+        part = part.replace(group_offset=first if part.group_offset is None else part.group_offset + first)
+    return part
 
 
-def _common(k: Any, other_k: Any, arrays: dict[str, jax.Array]) -> Any:
+def _sizes_of_part(part: MatmulInputs, names: tuple[str, ...]) -> jax.Array:
+    """The group sizes of a device's rows, from those of all rows."""
+    assert part.group_sizes is not None
+    rows = part.rows
+    bounds = row_bounds(part.group_sizes, rows * lax.axis_size(names))
+    first = lax.axis_index(names).astype(jnp.int32) * rows
+    starts, ends = (jnp.clip(bound - first, 0, rows) for bound in bounds)
+    return ends - starts
+
+
+def _split(inputs: MatmulInputs) -> Split:
+    """The split of the operands, which must be that of one matmul."""
+    described = ", ".join(f"{name}: {typed_spec(x)}" for name, x in inputs.operands.items())
+    k_axis, matrix_axis = inputs.k_axes
+    rows = list(typed_axes(inputs.lhs))
+    k = rows.pop(k_axis)
+    *stacked, first, second = typed_axes(inputs.rhs)
+    other_k, n = (second, first) if matrix_axis else (first, second)
+    if inputs.up is not None and (typed_axes(inputs.up) != typed_axes(inputs.rhs) or (k, other_k) != (None, None)):
+        raise ValueError(f"gate and up must be split alike, and k be whole ({described}); reshard them first")
     if None not in (k, other_k) and k != other_k:
-        raise ValueError(f"k must be split alike, or be whole in one operand ({_described(arrays)}); reshard it first")
-    return k or other_k
-
-
-def _check_distinct(dimensions: Sequence[Any], arrays: dict[str, jax.Array]) -> None:
-    used = [name for axes in dimensions for name in axis_names(axes)]
+        raise ValueError(f"k must be split alike in lhs and rhs, or be whole in one ({described}); reshard it first")
+    split = Split(tuple(rows), k or other_k, n, *(stacked or [None]))
+    used = [*split.row_names, *(name for axes in (split.k, n, split.matrices) for name in axis_names(axes))]
     if len(set(used)) < len(used):
-        raise ValueError(f"dimensions must be split by different axes ({_described(arrays)}); reshard an operand first")
+        raise ValueError(f"dimensions must be split by different axes ({described}); reshard an operand first")
+    return split
 
 
-def _described(arrays: dict[str, jax.Array]) -> str:
-    return ", ".join(f"{name}: {typed_spec(array)}" for name, array in arrays.items())
+def _check_scales(inputs: MatmulInputs, split: Split, sizes: Any) -> None:
+    """Raises unless each device gets whole blocks of an operand with scales for blocks."""
+    k, n = (split.k, inputs.k), (split.n, inputs.n)
+    for name, scale, dimensions in (
+        ("lhs_scale", inputs.lhs_scale, {"k": k}),
+        ("rhs_scale", inputs.rhs_scale, {"k": k, "n": n}),
+    ):
+        for dimension, (axes, size) in dimensions.items():
+            devices = math.prod(sizes[axis] for axis in axis_names(axes))
+            if scale is not None and scale.ndim and devices > 1 and size % (SCALE_BLOCK * devices):
+                raise ValueError(
+                    f"{name} has a scale for {SCALE_BLOCK} elements, so {dimension}={size} cannot be split among "
+                    f"{devices} devices; reshard it first"
+                )
+
+
+def _scale_spec(scale: Any, spec: PartitionSpec) -> PartitionSpec | None:
+    if scale is None:
+        return None
+    return spec if scale.ndim else _WHOLE

@@ -23,9 +23,9 @@ _WRITTEN = MappingProxyType(
         "rms_norm": ("x residual weight bias", "eps weight_offset platform"),
         "layer_norm": ("x residual weight bias", "eps platform"),
         "matmul": ("lhs rhs", "out_dtype transpose_lhs transpose_rhs precision platform"),
-        "glu": ("x gate up", "out_dtype activation platform"),
+        "glu": ("lhs rhs up", "out_dtype activation platform"),
         "grouped_matmul": ("lhs rhs group_sizes", "out_dtype transpose_rhs precision platform"),
-        "gated_grouped_matmul": ("lhs gate up group_sizes", "out_dtype activation platform"),
+        "gated_grouped_matmul": ("lhs rhs up group_sizes", "out_dtype activation platform"),
         "linear_cross_entropy": (
             "x weight labels",
             "vocab_first label_smoothing z_loss logits_soft_cap reduction return_lse platform",

@@ -25,7 +25,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.matmul.distributed.inputs import CollectiveInputs
-from tilewright.kernels.matmul.op import matmul
+from tilewright.kernels.matmul.ops.matmul import matmul
 from tilewright.kernels.numerics.dots import accumulator
 from tilewright.kernels.op.roofline import peaks_of
 from tilewright.kernels.op.sharding import vary_over, varying_axes

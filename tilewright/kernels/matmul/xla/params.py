@@ -1,10 +1,25 @@
-"""Config of the grouped matmuls in XLA."""
+"""Configs of the matmuls in XLA."""
 
 import dataclasses
 
 from tilewright.ops.kernel.arrays import is_symbolic
 from tilewright.ops.types import Device
 from tilewright.ops.utils.stable_ids import stable_id
+
+
+@stable_id("tilewright/matmul.XlaGluBackwardParams")
+@dataclasses.dataclass(frozen=True, slots=True)
+class XlaGluBackwardParams:
+    """Config of the backward pass of the gated linear unit.
+
+    Attributes:
+      recompute: compute the pre-activations again; under ``jax.jit`` those of the forward pass are then not kept.
+    """
+
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self)
 
 
 @stable_id("tilewright/grouped_matmul.XlaBlockParams")
@@ -25,25 +40,21 @@ class XlaBlockParams:
 @stable_id("tilewright/grouped_matmul.XlaGatedBackwardParams")
 @dataclasses.dataclass(frozen=True, slots=True)
 class XlaGatedBackwardParams:
-    """Config of the backward pass of the gated grouped matmul.
-
-    Attributes:
-      block_rows: as forward.
-      recompute: compute the pre-activations again; under ``jax.jit`` those of the forward pass are then not kept.
-    """
+    """Config of the backward pass of the gated grouped matmul; the attributes are those of the two above."""
 
     block_rows: int
     recompute: bool = False
 
     def __post_init__(self) -> None:
         _check(self)
-        if type(self.recompute) is not bool:
-            raise TypeError(f"XlaGatedBackwardParams needs a bool, got {self.recompute=}")
 
 
-def _check(params: XlaBlockParams | XlaGatedBackwardParams) -> None:
-    if type(params.block_rows) is not int or params.block_rows < 1:
-        raise ValueError(f"{type(params).__name__} needs a positive integer, got {params.block_rows=}")
+def _check(params: XlaGluBackwardParams | XlaBlockParams | XlaGatedBackwardParams) -> None:
+    name, self = type(params).__name__, params
+    if not isinstance(params, XlaGluBackwardParams) and (type(params.block_rows) is not int or params.block_rows < 1):
+        raise ValueError(f"{name} needs a positive integer, got {params.block_rows=}")
+    if not isinstance(self, XlaBlockParams) and type(self.recompute) is not bool:
+        raise TypeError(f"{name} needs a bool, got {self.recompute=}")
 
 
 def block_rows(rows: int, groups: int, device: Device) -> int:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.grouped_matmul.groups import owned, row_bounds
-from tilewright.kernels.grouped_matmul.inputs import GroupedInputs
+from tilewright.kernels.matmul.groups import bounds_of, owned
+from tilewright.kernels.matmul.inputs import MatmulInputs, MatmulResults
 from tilewright.kernels.numerics.dots import accumulator
 from tilewright.kernels.op.backend import Implementation
 from tilewright.kernels.op.choice import Platform
@@ -16,7 +16,7 @@ from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 
-class RaggedDot(Implementation[GroupedInputs, Any, FwdParams, BwdParams]):
+class RaggedDot(Implementation[MatmulInputs, Any, FwdParams, BwdParams]):
     """Serves calls with a matrix for every group and without scales.
 
     XLA computes it with all rows for every group, on CPUs in memory ``groups`` times that of lhs, and NaN or infinity
@@ -26,28 +26,26 @@ class RaggedDot(Implementation[GroupedInputs, Any, FwdParams, BwdParams]):
 
     platform: ClassVar[Platform] = Platform.XLA
     algorithm: ClassVar[str | None] = "ragged_dot"
-    serves: ClassVar[frozenset[str]] = frozenset({"transpose_rhs", "precision"})
+    serves: ClassVar[frozenset[str]] = frozenset({"group_sizes", "transpose_rhs", "precision"})
 
-    def reasons(self, inputs: GroupedInputs, device: Device, direction: Direction) -> list[str]:
+    def reasons(self, inputs: MatmulInputs, device: Device, direction: Direction) -> list[str]:
         if direction == "backward" and device.kind == "gpu":
             return [
                 "XLA may compute the gradient of rhs by cuDNN, whose result is wrong unless groups are multiples of 256"
             ]
         return []
 
-    def deprioritized(self, inputs: GroupedInputs, device: Device, direction: Direction) -> bool:
+    def deprioritized(self, inputs: MatmulInputs, device: Device, direction: Direction) -> bool:
         return True
 
-    def candidates(
-        self, inputs: GroupedInputs, device: Device, direction: Direction
-    ) -> Iterable[FwdParams | BwdParams]:
+    def candidates(self, inputs: MatmulInputs, device: Device, direction: Direction) -> Iterable[FwdParams | BwdParams]:
         return [FwdParams() if direction == "forward" else BwdParams()]
 
-    def forward(self, inputs: GroupedInputs, params: FwdParams) -> jax.Array:
-        return _ragged_dot(inputs.lhs, inputs, 1 - _n_axis(inputs), inputs.out_dtype)
+    def forward(self, inputs: MatmulInputs, params: FwdParams) -> MatmulResults:
+        return MatmulResults(_ragged_dot(inputs.lhs, inputs, 1 - _n_axis(inputs), inputs.out_dtype))
 
     def backward(
-        self, inputs: GroupedInputs, results: object, cotangents: jax.Array, params: BwdParams
+        self, inputs: MatmulInputs, results: object, cotangents: jax.Array, params: BwdParams
     ) -> dict[str, Any]:
         gradients = {}
         if inputs.wants("lhs"):
@@ -57,21 +55,21 @@ class RaggedDot(Implementation[GroupedInputs, Any, FwdParams, BwdParams]):
         return gradients
 
 
-def _n_axis(inputs: GroupedInputs) -> int:
+def _n_axis(inputs: MatmulInputs) -> int:
     """The axis of a matrix that is the result's columns."""
     return 0 if inputs.transpose_rhs else 1
 
 
-def _sizes(inputs: GroupedInputs) -> tuple[jax.Array, jax.Array]:
+def _sizes(inputs: MatmulInputs) -> tuple[jax.Array, jax.Array]:
     """Group sizes that are not negative and sum to the number of rows at most; and for each row if it has a group.
 
     A negative size would shift the groups behind it into those before, and their rows would be sums.
     """
-    starts, ends = row_bounds(inputs.group_sizes, inputs.lhs.shape[0])
+    starts, ends = bounds_of(inputs)
     return ends - starts, owned(starts, ends, inputs.lhs.shape[0])[:, None]
 
 
-def _ragged_dot(rows: jax.Array, inputs: GroupedInputs, contracting: int, dtype: Any) -> jax.Array:
+def _ragged_dot(rows: jax.Array, inputs: MatmulInputs, contracting: int, dtype: Any) -> jax.Array:
     """Rows of groups times one axis of their matrices."""
     sizes, is_owned = _sizes(inputs)
     # Rows behind the last group are not written on every device.
@@ -79,7 +77,7 @@ def _ragged_dot(rows: jax.Array, inputs: GroupedInputs, contracting: int, dtype:
     return jnp.where(is_owned, out, 0)
 
 
-def _ragged_contraction(inputs: GroupedInputs, d_out: jax.Array) -> jax.Array:
+def _ragged_contraction(inputs: MatmulInputs, d_out: jax.Array) -> jax.Array:
     """For each group, the sum over its rows of the outer products: the gradient of rhs."""
     sizes, is_owned = _sizes(inputs)
     lhs, d_out = (jnp.where(is_owned, x, 0) for x in (inputs.lhs, d_out))
@@ -88,7 +86,7 @@ def _ragged_contraction(inputs: GroupedInputs, d_out: jax.Array) -> jax.Array:
 
 
 def _call(
-    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, contracting: Any, groups_in_rhs: bool, inputs: GroupedInputs,
+    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, contracting: Any, groups_in_rhs: bool, inputs: MatmulInputs,
     dtype: Any,
 ) -> jax.Array:  # fmt: skip
     numbers = lax.RaggedDotDimensionNumbers(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
+from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.ops.kernel.arrays import is_symbolic
 
 MAX_INT32 = (1 << 31) - 1
@@ -40,6 +41,12 @@ def matrix_bounds(
     clipped = jnp.clip(groups, 0, group_sizes.shape[0] - 1)
     starts = jnp.where(exists, starts[clipped], 0)
     return starts, jnp.where(exists, ends[clipped], starts)
+
+
+def bounds_of(inputs: MatmulInputs) -> tuple[jax.Array, jax.Array]:
+    """The first row of each matrix of a grouped matmul, and the row behind its last."""
+    assert inputs.group_sizes is not None
+    return matrix_bounds(inputs.group_sizes, inputs.group_offset, inputs.lhs.shape[0], inputs.rhs.shape[0])
 
 
 def owned(starts: jax.Array, ends: jax.Array, rows: int) -> jax.Array:

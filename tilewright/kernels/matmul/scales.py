@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.grouped_matmul.inputs import SCALE_BLOCK
+from tilewright.kernels.matmul.inputs import SCALE_BLOCK
 
 
 def expanded(scale: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:

@@ -1,1 +1,0 @@
-"""The grouped matmuls on Hopper, by ``kernels/hopper/matmul``."""

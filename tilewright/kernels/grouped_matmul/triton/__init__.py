@@ -1,1 +1,0 @@
-"""The grouped matmul in Triton, on NVIDIA GPUs."""

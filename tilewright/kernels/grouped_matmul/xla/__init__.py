@@ -1,1 +1,0 @@
-"""The grouped matmuls in plain XLA."""

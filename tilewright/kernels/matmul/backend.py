@@ -1,0 +1,71 @@
+"""The base class of the backends of all matmuls: results and gradients, composed of the products of a language."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.kernels.matmul.inputs import MatmulInputs, MatmulResults
+from tilewright.kernels.numerics.activations import gated_gradients, kept_apart
+from tilewright.kernels.op.backend import Implementation
+
+
+class Products(abc.ABC):
+    """The products of the rows of a call with its weights; all are summed in float32 or wider."""
+
+    @abc.abstractmethod
+    def forward(self) -> Sequence[jax.Array]:
+        """The results, as many as the inputs say, in any shape of as many elements."""
+
+    @abc.abstractmethod
+    def rows(self, d_product: jax.Array) -> jax.Array:
+        """The cotangents of a product in the form that its gradients take."""
+
+    @abc.abstractmethod
+    def d_lhs(self, d_products: Sequence[jax.Array]) -> jax.Array:
+        """The gradient of lhs, a sum over all products that is rounded once, here or by the caller."""
+
+    @abc.abstractmethod
+    def d_weight(self, name: str, d_product: jax.Array) -> jax.Array:
+        """The gradient of a weight in its layout."""
+
+
+class MatmulBackend[Forward, Backward](Implementation[MatmulInputs, Any, Forward, Backward], abc.ABC):
+    """A backend that defines only products; those of an op differ in their params."""
+
+    @abc.abstractmethod
+    def products(self, inputs: MatmulInputs, params: Forward | Backward) -> Products:
+        """The products of a call whose operands have elements."""
+
+    @abc.abstractmethod
+    def recomputed_by(self, params: Backward) -> Forward | None:
+        """The params by which a gated op's pre-activations are computed again; ``None`` to use those that were kept."""
+
+    def forward(self, inputs: MatmulInputs, params: Forward) -> MatmulResults:
+        if inputs.is_empty:
+            return MatmulResults(*[jnp.zeros(inputs.out_shape, inputs.out_dtype)] * inputs.num_results)
+        return MatmulResults(*(x.reshape(inputs.out_shape) for x in self.products(inputs, params).forward()))
+
+    def backward(self, inputs: MatmulInputs, results: Any, cotangents: jax.Array, params: Backward) -> dict[str, Any]:
+        """Gradients of lhs and of the weights, of those that are used; of a gated op from both pre-activations."""
+        if inputs.is_empty:
+            return {name: jnp.zeros_like(inputs.arrays[name]) for name in ("lhs", *inputs.weights)}
+        products, d_products = self.products(inputs, params), [cotangents]
+        if inputs.activation is not None:
+            again = self.recomputed_by(params)
+            if again is not None:
+                results = self.forward(kept_apart(inputs, cotangents), again)[1:]
+            # By XLA, in one pass over memory: each of the two is an operand of two matmuls. Rows without a matrix may
+            # get NaN, and reach no gradient.
+            gate, up = results
+            d_products = [*gated_gradients(inputs.activation, gate, up, cotangents, inputs.accumulator)]
+        d_products, gradients = [products.rows(each) for each in d_products], {}
+        if inputs.wants("lhs"):
+            gradients["lhs"] = products.d_lhs(d_products)
+        for name, d_product in zip(inputs.weights, d_products, strict=True):
+            if inputs.wants(name):
+                gradients[name] = products.d_weight(name, d_product)
+        like = {name: inputs.arrays[name] for name in gradients}
+        return {name: x.reshape(like[name].shape).astype(like[name].dtype) for name, x in gradients.items()}

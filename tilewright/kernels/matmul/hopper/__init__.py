@@ -1,0 +1,1 @@
+"""The matmuls on Hopper, by ``kernels/hopper/matmul``."""

@@ -1,0 +1,1 @@
+"""The functions over the core of matmuls, one file each."""

@@ -1,0 +1,90 @@
+"""The gated linear unit: two matmuls of the same rows, and a gated activation."""
+
+from typing import Any, ClassVar
+
+import jax
+from jax.typing import ArrayLike
+
+from tilewright.kernels.matmul.arguments import floating
+from tilewright.kernels.matmul.cases import GLU_CASES
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.op import MatmulKernel
+from tilewright.kernels.numerics.activations import Activation, activation_name
+from tilewright.kernels.numerics.dots import result_dtype
+from tilewright.kernels.op import arguments
+from tilewright.kernels.op.arguments import PlatformOption
+from tilewright.kernels.op.backend import lazy
+from tilewright.kernels.op.public import public_function
+from tilewright.ops.utils.stable_ids import stable_id
+
+
+@stable_id("tilewright/matmul.Glu")
+class Glu(MatmulKernel):
+    """A gated linear unit; see ``glu`` for the arguments."""
+
+    cases = GLU_CASES
+    run_is_forward: ClassVar[bool] = False  # it keeps no pre-activations
+    always: ClassVar[tuple[str, ...]] = ("up",)
+
+    def __init__(self) -> None:
+        backends = (
+            "tilewright.kernels.matmul.hopper.backend:HopperGlu",
+            "tilewright.kernels.matmul.xla.backend:XlaGlu",
+            "tilewright.kernels.matmul.triton.backend:TritonGlu",
+        )
+        super().__init__("glu", version="1", implementations=[lazy(each) for each in backends])
+
+    def prepare(
+        self,
+        x: ArrayLike,
+        gate: ArrayLike,
+        up: ArrayLike,
+        *,
+        activation: Activation = "silu",
+        platform: PlatformOption = None,
+        cfg: object = None,
+    ) -> MatmulInputs:
+        """Checks a call; reads only types, shapes and dtypes."""
+        rows = floating("x", x, "[..., k]")
+        gates, ups = (arguments.as_array(*each) for each in (("gate", gate), ("up", up)))
+        for name, matrix in (("gate", gates), ("up", ups)):
+            if matrix.shape != (rows.shape[-1], *gates.shape[1:2]) or not arguments.is_floating(matrix.dtype):
+                raise ValueError(
+                    f"{name} must be a floating-point array [k, n] with k={rows.shape[-1]}, and gate and up alike, "
+                    f"got {gates.shape=}, {ups.shape=}, {matrix.dtype=}"
+                )
+        return MatmulInputs(
+            rows,
+            gates,
+            out_dtype=result_dtype(None, rows.dtype, gates.dtype, ups.dtype).name,
+            up=ups,
+            activation=activation_name(activation),
+            platform=arguments.platforms(platform),
+        )
+
+
+_GLU = Glu()
+
+
+@public_function(Glu.prepare)
+def glu(*args: Any, **kwargs: Any) -> jax.Array:
+    """The first half of a gated MLP, ``act(x · gate) * (x · up)``, with sums and the activation in float32.
+
+    The pre-activations are kept for the backward pass, in the dtype of the result; a config of the backward pass may
+    recompute them instead, and under ``jax.jit`` they are then not kept.
+
+    Args:
+      x: ``[..., k]``, floating-point.
+      gate, up: ``[k, n]``.
+      activation: "silu", "gelu" (exact), "gelu_tanh" (the default of ``jax.nn.gelu``), "relu" or "identity".
+      platform: None or "auto" takes the best that can serve the call; a name is strict, several are tried in order.
+      cfg: a config to use instead of the selected one.
+
+    Returns:
+      ``[..., n]``, in the dtype of the operands.
+
+    Raises:
+      ValueError, TypeError: a wrong argument; the message holds its value.
+      UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
+    """
+    return _GLU(*args, **kwargs)

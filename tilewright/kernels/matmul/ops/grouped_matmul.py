@@ -1,0 +1,129 @@
+"""The grouped matmul: rows in groups, each of which has a matrix of its own."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from tilewright.kernels.matmul.arguments import check_sizes_on_host, floating, grouping, scale_array, widened
+from tilewright.kernels.matmul.cases import GROUPED_CASES
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.op import MatmulKernel
+from tilewright.kernels.numerics.dots import result_dtype
+from tilewright.kernels.op import arguments
+from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
+from tilewright.kernels.op.backend import lazy
+from tilewright.kernels.op.public import public_function
+from tilewright.ops.utils.stable_ids import stable_id
+
+
+@stable_id("tilewright/grouped_matmul.GroupedMatmul")
+class GroupedMatmul(MatmulKernel):
+    """The matmul of rows in groups, each with a matrix of its own; see ``grouped_matmul`` for the arguments."""
+
+    cases = GROUPED_CASES
+    always: ClassVar[tuple[str, ...]] = ("group_sizes",)
+
+    def __init__(self) -> None:
+        super().__init__(
+            "grouped_matmul",
+            version="1",
+            implementations=(
+                lazy("tilewright.kernels.matmul.hopper.backend:HopperGroupedMatmul"),
+                # On an H100 3 to 17 times as fast as XLA's loops, in every case and direction that was measured.
+                lazy("tilewright.kernels.matmul.triton.backend:TritonGroupedMatmul"),
+                lazy("tilewright.kernels.matmul.xla.backend:XlaGroupedMatmul"),
+                lazy("tilewright.kernels.matmul.xla.ragged_dot:RaggedDot"),
+            ),
+        )
+
+    def prepare(
+        self,
+        lhs: ArrayLike,
+        rhs: ArrayLike,
+        group_sizes: ArrayLike,
+        precision: PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        group_offset: ArrayLike | None = None,
+        out_sharding: NamedSharding | PartitionSpec | None = None,
+        *,
+        transpose_rhs: bool = False,
+        lhs_scale: ArrayLike | None = None,
+        rhs_scale: ArrayLike | None = None,
+        platform: PlatformOption = None,
+        cfg: object = None,
+    ) -> MatmulInputs:
+        """Checks a call; reads only types, shapes and dtypes."""
+        if out_sharding is not None:
+            raise ValueError(f"{out_sharding=} is an argument of the function alone; reshard the result of the kernel")
+        transposed = arguments.flag("transpose_rhs", transpose_rhs)
+        rows = floating("lhs", lhs, "[m, k]")
+        matrices = floating("rhs", rhs, "[groups, n, k]" if transposed else "[groups, k, n]")
+        sizes, offset = grouping(rows, {"rhs": matrices}, group_sizes, group_offset, 2 if transposed else 1)
+        if preferred_element_type is None and (lhs_scale is not None or rhs_scale is not None):
+            narrow = 1 in (rows.dtype.itemsize, matrices.dtype.itemsize)
+            preferred_element_type = jnp.bfloat16 if narrow else None
+        dtype = result_dtype(preferred_element_type, rows.dtype, matrices.dtype)
+        return MatmulInputs(
+            widened(rows, dtype, matrices),
+            matrices,
+            out_dtype=dtype.name,
+            group_sizes=sizes,
+            group_offset=offset,
+            lhs_scale=scale_array("lhs_scale", lhs_scale, "lhs", rows.shape, (1,)),
+            rhs_scale=scale_array("rhs_scale", rhs_scale, "rhs", matrices.shape, (1, 2)),
+            transpose_rhs=transposed,
+            precision=arguments.matmul_precision(precision),
+            platform=arguments.platforms(platform),
+        )
+
+
+_GROUPED_MATMUL = GroupedMatmul()
+
+
+@public_function(GroupedMatmul.prepare)
+def grouped_matmul(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+    **options: Any,
+) -> jax.Array:
+    """The matmul of rows in groups, each of which has a matrix of its own: row i of group g gives ``lhs[i] · rhs[g]``.
+
+    The arguments of ``jax.lax.ragged_dot``, and more. Sums are in float32, gradients of lhs and rhs too; those of rhs
+    are zeros for an empty group. The group sizes stay on the device.
+
+    Args:
+      lhs: ``[m, k]``, rows sorted by group.
+      rhs: ``[groups, k, n]``.
+      group_sizes: ``[groups]`` integers, the rows of each group. Any numbers are defined: rows behind the last group
+        give zeros, in the result and in the gradient of lhs, and whatever they hold reaches nothing; a group ends at
+        row m; a negative size counts as zero. NumPy arrays and lists with a negative size are an error.
+      precision: as in ``jax.lax.dot``, of one value for both operands.
+      preferred_element_type: the dtype of the result; by default that of the operands, and bfloat16 for operands of
+        8 bits with scales.
+      group_offset: the group of the first matrix, a scalar. rhs may then have fewer matrices than there are groups, and
+        the rows of groups without one give zeros: the share of a device among which experts are split.
+      out_sharding: the sharding of the result on a mesh with explicit axes.
+      transpose_rhs: rhs is ``[groups, n, k]``.
+      lhs_scale: multiplied with lhs, for lhs in float8: a number, or ``[m, k/128]``; no gradient.
+      rhs_scale: multiplied with rhs: a number, or ``[groups, k/128, n/128]``, in the layout of rhs; no gradient.
+      platform: None or "auto" takes the best that can serve the call; a name is strict, several are tried in order.
+      cfg: a config to use instead of the selected one.
+
+    Returns:
+      ``[m, n]``.
+
+    Raises:
+      ValueError, TypeError: a wrong argument; the message holds its value.
+      UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
+    """
+    check_sizes_on_host(group_sizes)
+    out = _GROUPED_MATMUL(lhs, rhs, group_sizes, precision, preferred_element_type, group_offset, **options)
+    return out if out_sharding is None else jax.reshard(out, out_sharding)

@@ -1,0 +1,91 @@
+"""The dense matmul."""
+
+from typing import Any
+
+import jax
+from jax.typing import ArrayLike, DTypeLike
+
+from tilewright.kernels.matmul.arguments import floating, widened
+from tilewright.kernels.matmul.cases import CASES
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.op import MatmulKernel
+from tilewright.kernels.numerics.dots import result_dtype
+from tilewright.kernels.op import arguments
+from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
+from tilewright.kernels.op.backend import lazy
+from tilewright.kernels.op.public import public_function
+from tilewright.ops.utils.stable_ids import stable_id
+
+
+@stable_id("tilewright/matmul.Matmul")
+class Matmul(MatmulKernel):
+    """A matmul; see ``matmul`` for the arguments."""
+
+    cases = CASES
+
+    def __init__(self) -> None:
+        backends = (
+            "tilewright.kernels.matmul.xla.backend:XlaMatmul",
+            "tilewright.kernels.matmul.hopper.backend:HopperMatmul",
+        )
+        super().__init__("matmul", version="1", implementations=[lazy(each) for each in backends])
+
+    def prepare(
+        self,
+        lhs: ArrayLike,
+        rhs: ArrayLike,
+        *,
+        transpose_lhs: bool = False,
+        transpose_rhs: bool = False,
+        precision: PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        platform: PlatformOption = None,
+        cfg: object = None,
+    ) -> MatmulInputs:
+        """Checks a call; reads only types, shapes and dtypes."""
+        flags = arguments.flag("transpose_lhs", transpose_lhs), arguments.flag("transpose_rhs", transpose_rhs)
+        left = floating("lhs", lhs, "[k, m]" if flags[0] else "[..., k]")
+        right = floating("rhs", rhs, "[n, k]" if flags[1] else "[k, n]")
+        dtype = result_dtype(preferred_element_type, left.dtype, right.dtype)
+        inputs = MatmulInputs(
+            widened(left, dtype, right),
+            right,
+            out_dtype=dtype.name,
+            transpose_lhs=flags[0],
+            transpose_rhs=flags[1],
+            precision=arguments.matmul_precision(precision),
+            platform=arguments.platforms(platform),
+        )
+        axes = inputs.k_axes
+        if left.shape[axes[0]] != right.shape[axes[1]]:
+            raise ValueError(
+                f"axis {axes[0]} of lhs and axis {axes[1]} of rhs must be equal, got {left.shape=}, {right.shape=}"
+            )
+        return inputs
+
+
+_MATMUL = Matmul()
+
+
+@public_function(Matmul.prepare)
+def matmul(*args: Any, **kwargs: Any) -> jax.Array:
+    """A matmul, ``lhs · rhs``, with sums in float32.
+
+    Args:
+      lhs: ``[..., k]``, floating-point.
+      rhs: ``[k, n]``, floating-point.
+      transpose_lhs: lhs is ``[k, m]``.
+      transpose_rhs: rhs is ``[n, k]``.
+      precision: as in ``jax.lax.dot``, of one value for both operands.
+      preferred_element_type: the dtype of the result; by default that of the operands.
+      platform: None or "auto" takes the best that can serve the call; a name is strict, several are tried in order.
+      cfg: a config to use instead of the selected one.
+
+    Returns:
+      ``[..., n]``, or ``[m, n]``.
+
+    Raises:
+      ValueError, TypeError: a wrong argument; the message holds its value.
+      UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
+    """
+    return _MATMUL(*args, **kwargs)

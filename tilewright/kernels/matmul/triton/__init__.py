@@ -1,0 +1,1 @@
+"""The matmuls in Triton, on NVIDIA GPUs."""

@@ -1,0 +1,1 @@
+"""The matmuls in plain XLA."""
