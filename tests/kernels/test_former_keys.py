@@ -65,6 +65,15 @@ def test_options_at_their_defaults_are_in_no_key(op: str) -> None:
     assert "wanted" not in written
 
 
+@pytest.mark.parametrize("op", FORMER)
+def test_a_call_is_read_from_its_description(op: str) -> None:
+    for case in cases_of(op).values():
+        inv = call_of(op, case)
+        args, kwargs = inv.kernel.described(inv.abstract_args, inv.abstract_kwargs)
+        assert None not in args
+        assert inv.kernel.of_described(args, kwargs) == (inv.abstract_args, {})
+
+
 class TestWhatWasStored:
     """An entry on disk and a decision of a lock file under a former key decide the call."""
 
