@@ -28,11 +28,11 @@ def row_bounds(
     return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
 
 
-def matrix_bounds(
-    group_sizes: Int32[Array, " groups"], group_offset: Int32[Array, ""] | None, rows: int, matrices: int
-) -> tuple[Any, Any]:
-    """The rows of each matrix: those of group ``group_offset + i``, and none if there is no such group."""
-    starts, ends = row_bounds(group_sizes, rows)
+def matrix_bounds(inputs: MatmulInputs) -> tuple[Any, Any]:
+    """The first row of each matrix and the row behind its last: those of its group, and none if there is no such."""
+    group_sizes, group_offset, matrices = inputs.group_sizes, inputs.group_offset, inputs.rhs.shape[0]
+    assert group_sizes is not None
+    starts, ends = row_bounds(group_sizes, inputs.lhs.shape[0])
     if group_offset is None:
         return starts, ends
     # The sum of a hostile offset and an index wraps around, but only to a number that is no group either.
@@ -41,12 +41,6 @@ def matrix_bounds(
     clipped = jnp.clip(groups, 0, group_sizes.shape[0] - 1)
     starts = jnp.where(exists, starts[clipped], 0)
     return starts, jnp.where(exists, ends[clipped], starts)
-
-
-def bounds_of(inputs: MatmulInputs) -> tuple[jax.Array, jax.Array]:
-    """The first row of each matrix of a grouped matmul, and the row behind its last."""
-    assert inputs.group_sizes is not None
-    return matrix_bounds(inputs.group_sizes, inputs.group_offset, inputs.lhs.shape[0], inputs.rhs.shape[0])
 
 
 def owned(starts: jax.Array, ends: jax.Array, rows: int) -> jax.Array:

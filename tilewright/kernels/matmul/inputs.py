@@ -39,9 +39,10 @@ class MatmulInputs(OpInputs):
       up: as rhs, of a gated op; ``None`` for the product with rhs alone.
       group_sizes: ``None`` for one matrix that all rows are multiplied with.
       group_offset: the group of the first matrix, possibly none that exists; ``None`` for 0.
-      lhs_scale, rhs_scale: with groups ``None``, a scalar, or a scale for each block, in the layout of its operand.
-      activation: of a gated op.
-      transpose_lhs: not with groups.
+      lhs_scale, rhs_scale: ``None``, a scalar, or a scale for each block, in the layout of its operand; with groups and
+        without a gate alone.
+      activation: of a gated op, of which nothing is transposed.
+      transpose_lhs: without groups alone.
       keeps: False to a forward pass whose pre-activations are not used.
     """
 
@@ -123,10 +124,6 @@ class MatmulInputs(OpInputs):
     def accumulator(self) -> np.dtype:
         """The dtype of sums."""
         return accumulator(*(x.dtype for x in self.operands.values()), self.out_dtype)
-
-    @functools.cached_property
-    def has_scales(self) -> bool:
-        return self.lhs_scale is not None or self.rhs_scale is not None
 
     def product(self, name: str) -> "MatmulInputs":
         """The inputs of the product with one of the weights."""

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.matmul.groups import bounds_of
+from tilewright.kernels.matmul.groups import matrix_bounds
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.scales import expanded
 from tilewright.kernels.numerics.activations import gated
@@ -26,7 +26,7 @@ def _product(inputs: MatmulInputs, dtype: Any) -> Any:
     rhs = rhs.swapaxes(-1, -2) if inputs.transpose_rhs else rhs
     if inputs.group_sizes is None:
         return jnp.matmul(lhs.T if inputs.transpose_lhs else lhs, rhs, precision=inputs.precision)
-    starts, ends = bounds_of(inputs)
+    starts, ends = matrix_bounds(inputs)
     row = jnp.arange(inputs.rows, dtype=jnp.int32)[:, None]
 
     def add(matrix: Any, out: Any) -> Any:

@@ -56,7 +56,7 @@ class _HopperBackend(MatmulBackend[MatmulParams, Any], abc.ABC):
         reasons += operand_reasons(dtypes, inputs.out_dtype, sizes)
         if direction == "backward" and inputs.out_dtype != inputs.lhs.dtype.name:
             reasons.append(f"backward the result must have the dtype of lhs, got {inputs.out_dtype}")
-        if inputs.has_scales:
+        if inputs.lhs_scale is not None or inputs.rhs_scale is not None:
             reasons.append("its kernels scale operands of float8 alone")
         return reasons
 

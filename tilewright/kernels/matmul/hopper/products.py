@@ -20,7 +20,7 @@ from tilewright.kernels.hopper.matmul.plan import MatmulPlan
 from tilewright.kernels.hopper.matmul.scaled import SCALE_BLOCK, Scales
 from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, RaggedRowsSchedule
 from tilewright.kernels.matmul.backend import Products
-from tilewright.kernels.matmul.groups import bounds_of, row_segments, row_tiles
+from tilewright.kernels.matmul.groups import matrix_bounds, row_segments, row_tiles
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.scales import by_blocks, factor
 from tilewright.ops.utils.device import current_device
@@ -84,7 +84,7 @@ class GroupedProducts(HopperProducts):
 
     @functools.cached_property
     def bounds(self) -> tuple[jax.Array, jax.Array]:
-        return bounds_of(self.inputs)
+        return matrix_bounds(self.inputs)
 
     def forward(self) -> list[jax.Array]:
         inputs = self.inputs
@@ -115,7 +115,7 @@ class GroupedProducts(HopperProducts):
 
     def d_weight(self, name: str, d_product: jax.Array) -> jax.Array:
         left, right = (d_product, self.lhs) if self.inputs.transpose_rhs else (self.lhs, d_product)
-        return outer_products(left, right, self.bounds, self.params.rhs, self.inputs.rhs.dtype)
+        return outer_products(left, right, self.bounds, self.params.rhs, self.inputs.weights[name].dtype)
 
 
 def plans_of(inputs: MatmulInputs, params: Any) -> list[MatmulPlan]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.matmul.backend import Products
-from tilewright.kernels.matmul.groups import bounds_of, row_segments, row_tiles
+from tilewright.kernels.matmul.groups import matrix_bounds, row_segments, row_tiles
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.matmul import TritonTile, fitted, tl_precision
@@ -51,7 +51,7 @@ class TritonProducts(Products):
         left, right = (d_product, self.inputs.lhs) if self.inputs.transpose_rhs else (self.inputs.lhs, d_product)
         dtype = self.inputs.weights[name].dtype
         run = functools.partial(_launch_outer_products, self.params.rhs, dtype, self.precision)
-        mapped = [each[None] for each in (left, right, *bounds_of(self.inputs))]
+        mapped = [each[None] for each in (left, right, *matrix_bounds(self.inputs))]
         found: jax.Array = over_batch(run, mapped, None)[0]
         return found
 
@@ -63,7 +63,7 @@ class TritonProducts(Products):
     def _over_rows(self, run: Callable[[Any, Any], Any], rows: Sequence[jax.Array]) -> Any:
         """``run`` of rows, their segments and the matrices, each with a batch of one."""
         inputs = self.inputs
-        segments = row_segments(*bounds_of(inputs), inputs.lhs.shape[0], inputs.group_offset is not None)
+        segments = row_segments(*matrix_bounds(inputs), inputs.lhs.shape[0], inputs.group_offset is not None)
         mapped = [each[None] for each in (*rows, *segments)]
         weights = tuple(each[None] for each in inputs.weights.values())
         return over_batch(run, mapped, weights if len(weights) > 1 else weights[0])

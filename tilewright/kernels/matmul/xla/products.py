@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tilewright.kernels.matmul.backend import Products
-from tilewright.kernels.matmul.groups import bounds_of
+from tilewright.kernels.matmul.groups import matrix_bounds
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.scales import by_blocks, expanded, factor
 from tilewright.kernels.matmul.xla.blocks import Block, Blocks
@@ -105,7 +105,7 @@ class BlockProduct:
 
     def __init__(self, inputs: MatmulInputs, block_rows: int) -> None:
         self.rows = inputs.lhs.shape[0]
-        starts, ends = bounds_of(inputs)
+        starts, ends = matrix_bounds(inputs)
         self.padding = block_rows if is_symbolic(self.rows) else 0
         size = block_rows if self.padding else min(block_rows, self.rows)
         self.blocks = Blocks(starts, ends, self.rows + self.padding, size)

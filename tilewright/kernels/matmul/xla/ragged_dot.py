@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.matmul.groups import bounds_of, owned
+from tilewright.kernels.matmul.groups import matrix_bounds, owned
 from tilewright.kernels.matmul.inputs import MatmulInputs, MatmulResults
 from tilewright.kernels.numerics.dots import accumulator
 from tilewright.kernels.op.backend import Implementation
@@ -65,7 +65,7 @@ def _sizes(inputs: MatmulInputs) -> tuple[jax.Array, jax.Array]:
 
     A negative size would shift the groups behind it into those before, and their rows would be sums.
     """
-    starts, ends = bounds_of(inputs)
+    starts, ends = matrix_bounds(inputs)
     return ends - starts, owned(starts, ends, inputs.lhs.shape[0])[:, None]
 
 
