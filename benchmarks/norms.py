@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from benchmarks.common import record, usable_cores
 from tilewright.kernels.norms.cases import LAYER_CASES, RMS_CASES, NormCase
 from tilewright.kernels.norms.inputs import NormInputs, NormResults
-from tilewright.kernels.norms.reference import norm_reference
+from tilewright.kernels.norms.op import norm_reference
 from tilewright.kernels.norms.triton.backend import TritonNorm
 from tilewright.kernels.norms.xla import XlaNorm
 from tilewright.kernels.triton import recorded_launches

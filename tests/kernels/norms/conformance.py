@@ -12,7 +12,7 @@ import pytest
 
 from tilewright.kernels.norms.cases import LayerNormCase, NormCase, RmsNormCase
 from tilewright.kernels.norms.inputs import NormInputs, NormResults
-from tilewright.kernels.norms.reference import norm_reference
+from tilewright.kernels.norms.op import norm_reference
 from tilewright.kernels.op.backend import Implementation
 from tilewright.ops.tuning.numerics import violations
 from tilewright.ops.types import Device, Direction

@@ -1,25 +1,25 @@
 """Named calls of the norms, for tests, tuning and benchmarks."""
 
-import abc
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.kernels.norms.inputs import NormInputs
+from tilewright.kernels.norms.inputs import Kind, NormInputs
 from tilewright.kernels.op.cases import Arguments, Case, OpCases, normal, variants
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class NormCase(Case, abc.ABC):
+class NormCase(Case):
     """The sizes and options of one call, from which random arrays can be made.
 
     Attributes:
       leading: the dimensions before the rows.
       weight_dtype: dtype of weight and bias; that of x if ``None``.
       shift, residual_shift: the means of the rows of x and of the residual.
+      vectors, numbers: the names of the op's arguments of these kinds.
     """
 
     rows: int = 1024
@@ -32,39 +32,34 @@ class NormCase(Case, abc.ABC):
     shift: float = 0.0
     residual_shift: float = 0.0
 
-    @property
-    @abc.abstractmethod
-    def options(self) -> dict[str, Any]:
-        """The inputs that are not arrays."""
+    kind: ClassVar[Kind]
+    vectors: ClassVar[tuple[str, ...]]
+    numbers: ClassVar[tuple[str, ...]]
 
     @property
-    @abc.abstractmethod
-    def has_bias(self) -> bool:
-        """True if there is a bias."""
+    def options(self) -> dict[str, Any]:
+        """The inputs that are not arrays."""
+        return {"kind": self.kind, **{name: getattr(self, name) for name in self.numbers}}
 
     @property
     def structs(self) -> NormInputs:
         """A backend's inputs, with shapes and dtypes in place of arrays."""
         x: Any = jax.ShapeDtypeStruct((*self.leading, self.rows, self.columns), jnp.dtype(self.dtype))
         vector: Any = jax.ShapeDtypeStruct((self.columns,), jnp.dtype(self.weight_dtype or self.dtype))
-        return NormInputs(
-            x,
-            residual=x if self.residual else None,
-            weight=vector if self.weight else None,
-            bias=vector if self.has_bias else None,
-            **self.options,
-        )
+        vectors = {name: vector for name in self.vectors if getattr(self, name)}
+        return NormInputs(x, residual=x if self.residual else None, **vectors, **self.options)
 
     def inputs(self, seed: int = 0) -> NormInputs:
         """A backend's inputs, with normal arrays."""
         random = np.random.default_rng(seed)
         drawn = jax.tree.map(lambda x: normal(random, x.shape, x.dtype.name), self.structs)
-        shifted = {
-            name: (getattr(drawn, name) + shift).astype(self.dtype)
-            for name, shift in (("x", self.shift), ("residual", self.residual_shift))
-            if shift
-        }
-        return dataclasses.replace(drawn, **shifted)
+        shifts = {name: shift for name, shift in (("x", self.shift), ("residual", self.residual_shift)) if shift}
+        return drawn.replace(**{name: (getattr(drawn, name) + by).astype(self.dtype) for name, by in shifts.items()})
+
+    def arguments(self, seed: int = 0) -> Arguments:
+        drawn = self.inputs(seed)
+        options = {name: getattr(drawn, name) for name in ("residual", *self.numbers)}
+        return (drawn.x, *(getattr(drawn, name) for name in self.vectors)), options
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,19 +67,7 @@ class RmsNormCase(NormCase):
     """A call of ``rms_norm``."""
 
     weight_offset: float = 0.0
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"kind": "rms", "eps": self.eps, "weight_offset": self.weight_offset}
-
-    @property
-    def has_bias(self) -> bool:
-        return False
-
-    def arguments(self, seed: int = 0) -> Arguments:
-        drawn = self.inputs(seed)
-        options = {"residual": drawn.residual, "eps": self.eps, "weight_offset": self.weight_offset}
-        return (drawn.x, drawn.weight), options
+    kind, vectors, numbers = "rms", ("weight",), ("eps", "weight_offset")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,33 +75,21 @@ class LayerNormCase(NormCase):
     """A call of ``layer_norm``."""
 
     bias: bool = True
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"kind": "layer", "eps": self.eps}
-
-    @property
-    def has_bias(self) -> bool:
-        return self.bias
-
-    def arguments(self, seed: int = 0) -> Arguments:
-        drawn = self.inputs(seed)
-        return (drawn.x, drawn.weight, drawn.bias), {"residual": drawn.residual, "eps": self.eps}
-
-
-def _named[C: NormCase](base: C, prefix: str, *shapes: tuple[int, int]) -> dict[str, C]:
-    return variants(base, {f"{prefix}{rows}x{columns}": {"rows": rows, "columns": columns} for rows, columns in shapes})
+    kind, vectors, numbers = "layer", ("weight", "bias"), ("eps",)
 
 
 def _cases[C: NormCase](base: C, *shapes: tuple[int, int]) -> OpCases[C]:
+    def sized(*shapes: tuple[int, int]) -> dict[str, dict[str, Any]]:
+        return {f"{rows}x{columns}": {"rows": rows, "columns": columns} for rows, columns in shapes}
+
+    float32 = {"float32_8192x4096": {"dtype": "float32", "rows": 8192, "columns": 4096}}
     return OpCases(
         shape=("rows", "columns"),
         small=dataclasses.replace(base, name="small", rows=4, columns=32, residual=True),
         large=dataclasses.replace(base, name="large", rows=6, columns=48, residual=True),
         by_device={
-            "cpu": _named(base, "", (64, 1024), (1024, 4096)),
-            "gpu": _named(dataclasses.replace(base, dtype="bfloat16"), "", *shapes)
-            | _named(dataclasses.replace(base, dtype="float32"), "float32_", (8192, 4096)),
+            "cpu": variants(base, sized((64, 1024), (1024, 4096))),
+            "gpu": variants(dataclasses.replace(base, dtype="bfloat16"), sized(*shapes) | float32),
         },
         options=variants(
             dataclasses.replace(base, rows=64, columns=1024),

@@ -47,6 +47,7 @@ class NormInputs(OpInputs):
         return self.columns * self.dtype.itemsize
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NormResults:
     """The results of a forward pass, or their cotangents.
@@ -62,9 +63,6 @@ class NormResults:
 
     out: Float[Array, "*rows columns"]
     total: Float[Array, "*rows columns"] | None
-
-
-jax.tree_util.register_dataclass(NormResults, data_fields=["out", "total"], meta_fields=[])
 
 
 def normed(inputs: NormInputs, results: NormResults) -> Any:

@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from jax.typing import ArrayLike
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from tilewright.kernels.norms.cases import LAYER_CASES, RMS_CASES
 from tilewright.kernels.norms.inputs import Kind, NormInputs, NormResults
-from tilewright.kernels.norms.reference import norm_reference
 from tilewright.kernels.op.arguments import PlatformOption, as_array, is_floating, number, platforms, to_32_bit
-from tilewright.kernels.op.backend import lazy
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.ops.kernel.arrays import struct_like
@@ -23,7 +22,7 @@ class _Norm(PortfolioKernel[NormInputs, NormResults]):
 
     def __init__(self) -> None:
         backends = ("tilewright.kernels.norms.triton.backend:TritonNorm", "tilewright.kernels.norms.xla:XlaNorm")
-        super().__init__(f"{self.kind}_norm", version="1", implementations=[lazy(each) for each in backends])
+        super().__init__(f"{self.kind}_norm", version="1", implementations=backends)
 
     def canonical(
         self,
@@ -61,8 +60,28 @@ class _Norm(PortfolioKernel[NormInputs, NormResults]):
         return results.out if inputs.residual is None else (results.out, results.total)
 
     def reference(self, inputs: NormInputs) -> Any:
-        out, total = norm_reference(inputs, inputs.x.dtype)
-        return out if inputs.residual is None else (out, total)
+        return self.outputs(inputs, NormResults(*norm_reference(inputs, inputs.x.dtype)))
+
+
+def norm_reference(inputs: NormInputs, compute_dtype: DTypeLike | None = None) -> tuple[Any, Any]:
+    """``(out, total)`` in ``compute_dtype``: float32 by default, float64 if x is; differentiable, nothing is rounded.
+
+    ``total`` is x without a residual.
+    """
+    dtype = jnp.dtype(compute_dtype or jnp.promote_types(inputs.x.dtype, jnp.float32))
+    total = inputs.x.astype(dtype)
+    if inputs.residual is not None:
+        total = total + inputs.residual.astype(dtype)
+    centered = total
+    if inputs.kind == "layer":
+        centered = total - jnp.mean(total, axis=-1, keepdims=True)
+    variance = jnp.mean(centered * centered, axis=-1, keepdims=True)
+    out = centered / jnp.sqrt(variance + jnp.asarray(inputs.eps, dtype))
+    if inputs.weight is not None:
+        out = out * (inputs.weight.astype(dtype) + jnp.asarray(inputs.weight_offset, dtype))
+    if inputs.bias is not None:
+        out = out + inputs.bias.astype(dtype)
+    return out, total
 
 
 @stable_id("tilewright/norms.RmsNorm")

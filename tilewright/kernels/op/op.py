@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 
 import jax
 
-from tilewright.kernels.op.backend import Backends, LazyImplementation
+from tilewright.kernels.op.backend import Backends, LazyImplementation, lazy
 from tilewright.kernels.op.cases import OpCases
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.former_keys import former_description
@@ -43,9 +43,10 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
     always: ClassVar[tuple[str, ...]] = ()
     differentiable: ClassVar[bool]
 
-    def __init__(self, name: str, *, version: str, implementations: Sequence[LazyImplementation]):
+    def __init__(self, name: str, *, version: str, implementations: Sequence[LazyImplementation | str]):
+        """Backends are given as ``"module:Class"``, or by ``lazy``."""
         super().__init__(name, version=version)
-        self.implementations = tuple(implementations)
+        self.implementations = tuple(lazy(each) if isinstance(each, str) else each for each in implementations)
         self.backends = Backends(name, self.implementations)
 
     @abc.abstractmethod
