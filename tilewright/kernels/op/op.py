@@ -18,6 +18,7 @@ from tilewright.kernels.op.roofline import Cost, array_bytes
 from tilewright.kernels.op.sharding import Partitioning, leading_partitioning
 from tilewright.ops.kernel.kernel import Invocation, Kernel
 from tilewright.ops.kernel.parts import Arguments
+from tilewright.ops.types import Direction
 
 
 class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
@@ -81,15 +82,19 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
         (found,), _ = super().sample_inputs(Invocation(self, (inputs,)), key)
         return cast(Inputs, found)
 
+    def flops(self, inputs: Inputs, direction: Direction) -> float:
+        """FLOPs of the matmuls of a call: by default it has none."""
+        return 0.0
+
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
-        """FLOPs and bytes of a call; by default it has no matmuls, and moves every array once."""
+        """FLOPs and bytes of a call; by default it moves every array once."""
         inputs = self.inputs_of(inv)
         size = array_bytes(inputs) + array_bytes(self.output_shapes(inv))
         if inv.direction == "backward":
             # A gradient for every floating-point operand; the cotangents, which are read, have the sizes of the
             # results.
             size += array_bytes(inputs, floating=True)
-        return Cost(0.0, float(size))
+        return Cost(self.flops(inputs, inv.direction), float(size))
 
     def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """The minimum cost of any implementation, whatever the values in the arrays: see `time_bound_ms`.
