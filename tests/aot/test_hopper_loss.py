@@ -62,12 +62,12 @@ def test_no_spills(name: str, direction: Direction, params: Any):
     # The kernels of gradients run where they are recomputed.
     inputs = inputs if direction == "forward" else inputs.replace(keeps_gradients=False)
     vector, scalar = struct(*inputs.labels.shape, dtype="float32"), struct(dtype="float32")
-    results = LossResults(vector, vector, vector if inputs.needs_sum else None)
+    results = LossResults((vector, vector, vector if inputs.needs_sum else None))
 
     def call(inputs: LossInputs, results: LossResults, total: jax.Array) -> Any:
         if direction == "forward":
             return BACKEND.forward(inputs, params)
-        return BACKEND.backward(inputs, results, LossResults(None, None, total=total), params)
+        return BACKEND.backward(inputs, results, LossResults(total=total), params)
 
     with mock.patch.object(backend, "num_sms", return_value=132):
         reports = compile_for_h100(call, inputs, results, scalar)

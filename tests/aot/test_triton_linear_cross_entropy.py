@@ -96,8 +96,8 @@ def trace(compilation: Compilation) -> None:
         jax.eval_shape(lambda inputs: BACKEND.forward(inputs, params), inputs)
         return
     by_token = jax.ShapeDtypeStruct(inputs.labels.shape, jnp.float32)
-    results = LossResults(by_token, by_token, by_token)
-    one = LossResults(None, None, total=jax.ShapeDtypeStruct((), jnp.float32))
+    results = LossResults((by_token, by_token, by_token))
+    one = LossResults(total=jax.ShapeDtypeStruct((), jnp.float32))
     jax.eval_shape(lambda *given: BACKEND.backward(*given, params), inputs, results, one)
 
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from tilewright import kernels
 from tilewright.kernels.linear_cross_entropy.kl import LinearKlDivergence, linear_kl_divergence
-from tilewright.kernels.linear_cross_entropy.log_probs import linear_log_probs
-from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy, linear_cross_entropy
+from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy, linear_cross_entropy, linear_log_probs
 from tilewright.kernels.matmul.distributed.op import all_gather_matmul, matmul_reduce_scatter
 from tilewright.kernels.matmul.ops.gated_grouped_matmul import GatedGroupedMatmul, gated_grouped_matmul
 from tilewright.kernels.matmul.ops.glu import Glu, glu

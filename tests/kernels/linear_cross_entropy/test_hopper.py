@@ -25,14 +25,15 @@ from tests.kernels.linear_cross_entropy.oracle import Found
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
 from tilewright.kernels.hopper.matmul.params import MatmulParams
-from tilewright.kernels.linear_cross_entropy.blocks.sizes import (
+from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import even_blocks
+from tilewright.kernels.linear_cross_entropy.hopper import backend
+from tilewright.kernels.linear_cross_entropy.hopper.params import (
     WORKSPACE,
-    even_blocks,
+    HopperLossBackwardParams,
+    HopperLossParams,
     kept_tokens,
     vocab_block,
 )
-from tilewright.kernels.linear_cross_entropy.hopper import backend
-from tilewright.kernels.linear_cross_entropy.hopper.params import HopperLossBackwardParams, HopperLossParams
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.kernels.op.choice import Choice, PerDirection
@@ -179,9 +180,10 @@ def test_a_part_of_the_vocabulary(vocab_first: bool):
     logits = np.asarray(args[0], np.float64) @ (matrix.T if vocab_first else matrix)
     valid = np.arange(len(labels)) != 1
     own = np.where(np.arange(len(labels)) == 0, 0, logits[np.arange(len(labels)), np.asarray(labels) % logits.shape[1]])
-    np.testing.assert_allclose(got.lse[valid], np.log(np.exp(logits).sum(-1))[valid], rtol=1e-5)
-    np.testing.assert_allclose(got.label_logit[valid], own[valid], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(got.logit_sum[valid], logits.sum(-1)[valid], rtol=1e-4, atol=1e-3)
+    lse, label_logit, logit_sum = got.statistics
+    np.testing.assert_allclose(lse[valid], np.log(np.exp(logits).sum(-1))[valid], rtol=1e-5)
+    np.testing.assert_allclose(label_logit[valid], own[valid], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(logit_sum[valid], logits.sum(-1)[valid], rtol=1e-4, atol=1e-3)
 
 
 MAPPED = {"x": (0, None, None), "all": (0, 0, 0)}

@@ -25,7 +25,7 @@ from tests.kernels.linear_cross_entropy.conformance import (
 )
 from tests.kernels.linear_cross_entropy.oracle import Found, cross_entropy
 from tests.support.suites import sampled
-from tilewright.kernels.linear_cross_entropy.blocks.sizes import even_blocks
+from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import even_blocks
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossResults
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.triton.backend import MAX_VOCAB, TritonLinearCrossEntropy
@@ -143,13 +143,14 @@ def test_statistics_of_a_part_of_the_vocabulary(smoothing: float):
     with interpret_triton():
         params = FORMS["recomputed"].forward.params
         got = jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, params))(inputs))
-    np.testing.assert_array_equal(got.label_logit[:3], 0)
+    lse, label_logit, logit_sum = got.statistics
+    np.testing.assert_array_equal(label_logit[:3], 0)
     own = logits[np.arange(3, 20), np.asarray(labels)[3:]]
-    np.testing.assert_allclose(got.label_logit[3:], own, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(got.lse[:2], np.log(np.exp(logits[:2]).sum(-1)), rtol=1e-5)
-    assert got.lse[2] == 0
+    np.testing.assert_allclose(label_logit[3:], own, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse[:2], np.log(np.exp(logits[:2]).sum(-1)), rtol=1e-5)
+    assert lse[2] == 0
     if smoothing:
-        np.testing.assert_allclose(got.logit_sum[3:], logits[3:].sum(-1), rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(logit_sum[3:], logits[3:].sum(-1), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("form", sampled(FORMS, test=FORMS, quick=["kept", "whole"]))
@@ -203,7 +204,7 @@ def test_a_soft_cap_of_small_logits():
         got = jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, params))(inputs))
     logits = np.asarray(args[0], np.float64) @ np.asarray(args[1], np.float64)
     own = 30 * np.tanh(logits[np.arange(20), args[2]] / 30)
-    np.testing.assert_allclose(got.label_logit, own, rtol=1e-3, atol=1e-8)
+    np.testing.assert_allclose(got.statistics[1], own, rtol=1e-3, atol=1e-8)
 
 
 def test_vmap_is_one_launch_after_another():
@@ -326,8 +327,8 @@ def test_types_in_shard_map(form: str, check_vma: bool):
     def call(*arrays: Any) -> Any:
         inputs = kernel.prepare(*arrays, **options)
         results = BACKEND.forward(inputs, cfg.forward.params)
-        gradients = BACKEND.backward(inputs, results, LossResults(None, None, total=results.total), cfg.backward.params)
-        return [x[None] for x in (results.lse, results.logit_sum, gradients["x"], gradients["weight"])]
+        gradients = BACKEND.backward(inputs, results, LossResults(total=results.total), cfg.backward.params)
+        return [x[None] for x in (results.statistics[0], results.statistics[2], gradients["x"], gradients["weight"])]
 
     def traced(out: Any) -> Any:
         specs = (P("tokens"), P(), P("tokens"))

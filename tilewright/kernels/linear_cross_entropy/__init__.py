@@ -3,7 +3,8 @@
 A backend computes statistics of each token's logits: lse, the label's logit, and with label smoothing their sum. From
 these follow the loss with all its options, and the cotangents of the statistics, which are all that gradients need
 beside the operands: they are the residuals that every backend makes and takes (``inputs.py``, ``losses.py``). Backends
-compute within a block of tokens; the loops, and the matmuls of the gradients, are shared (``blocks``).
+compute within a block of tokens; the loops, and the matmuls of the gradients, are shared (``blocks``), and so is what
+becomes of the statistics (``base.py``).
 
 | function | a token's result | kernel |
 | --- | --- | --- |

@@ -1,6 +1,5 @@
 """Checks of the arguments of vocabulary losses."""
 
-import math
 from typing import Any, cast
 
 import jax
@@ -115,7 +114,7 @@ def fraction(name: str, value: object) -> float:
 
 def not_negative(name: str, value: object) -> float:
     result = number(name, value)
-    if result < 0 or not math.isfinite(result):
+    if result < 0:
         raise ValueError(f"{name} must not be negative, got {name}={result}")
     return result
 

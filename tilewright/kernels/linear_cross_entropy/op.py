@@ -1,16 +1,13 @@
-"""The linear cross-entropy: its argument list, and the parts that all its backends share."""
+"""The linear cross-entropy and the log-probabilities of labels: their argument lists and the oracle."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from tilewright.kernels.linear_cross_entropy.arguments import (
@@ -26,28 +23,16 @@ from tilewright.kernels.linear_cross_entropy.arguments import (
     rows_and_matrix,
     token_weights_array,
 )
+from tilewright.kernels.linear_cross_entropy.base import VocabularyLoss, logits_of
 from tilewright.kernels.linear_cross_entropy.cases import CASES
-from tilewright.kernels.linear_cross_entropy.inputs import IGNORED, LossInputs, LossResults, Reduction
-from tilewright.kernels.linear_cross_entropy.losses import losses, of_sums, reduced, weights, wide_dtype
-from tilewright.kernels.linear_cross_entropy.partitioning import split_by_tokens
-from tilewright.kernels.linear_cross_entropy.reference import losses_reference, statistics_reference
-from tilewright.kernels.linear_cross_entropy.shards import (
-    TypedSplit,
-    local_labels,
-    merged_lse,
-    of_all_devices,
-    splits_vocabulary,
-    summed_over,
-)
+from tilewright.kernels.linear_cross_entropy.inputs import IGNORED, LossInputs, Reduction
+from tilewright.kernels.linear_cross_entropy.losses import reduced
+from tilewright.kernels.linear_cross_entropy.shards import local_labels
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption
-from tilewright.kernels.op.backend import lazy
 from tilewright.kernels.op.choice import Choice
-from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
-from tilewright.kernels.op.roofline import Cost, array_bytes
-from tilewright.kernels.op.sharding import AxisName, Partitioning, devices_along, explicit_mesh, gathered
-from tilewright.ops.kernel.kernel import Invocation
+from tilewright.kernels.op.sharding import AxisName, explicit_mesh
 from tilewright.ops.utils.stable_ids import stable_id
 
 BACKENDS = (
@@ -59,7 +44,7 @@ BACKENDS = (
 
 
 @stable_id("tilewright/linear_cross_entropy.LinearCrossEntropy")
-class LinearCrossEntropy(PortfolioKernel[LossInputs, LossResults]):
+class LinearCrossEntropy(VocabularyLoss[LossInputs]):
     """The cross-entropy of ``x · weight``; see ``linear_cross_entropy`` for the arguments.
 
     With ``axis_name`` a call of the kernel returns the statistics of a device's part of the vocabulary, for labels of
@@ -67,11 +52,12 @@ class LinearCrossEntropy(PortfolioKernel[LossInputs, LossResults]):
     """
 
     cases = CASES
+    positional = ("x", "weight", "labels")
     core_dims: ClassVar[Mapping[str, int]] = MappingProxyType({"x": 1, "labels": 0})
     run_is_forward: ClassVar[bool] = False  # it has no gradients
 
     def __init__(self) -> None:
-        super().__init__("linear_cross_entropy", version="1", implementations=[lazy(each) for each in BACKENDS])
+        super().__init__("linear_cross_entropy", version="1", implementations=BACKENDS)
 
     def prepare(
         self,
@@ -129,101 +115,60 @@ class LinearCrossEntropy(PortfolioKernel[LossInputs, LossResults]):
             platform=arguments.platforms(platform),
         )
 
-    def distributed(self, cfg: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
-        """The loss over a vocabulary that ``axis_name`` splits, or the types of the arrays."""
-        if len(args) == 1:
-            return None  # prepared inputs are those of a part
-        axis_name, weight = kwargs.get("axis_name"), args[1] if len(args) > 1 else kwargs.get("weight")
-        # A probability below ``gradient_epsilon`` is known where the whole vocabulary is.
-        whole = kwargs.get("gradient_epsilon") is not None
-        if axis_name is None and (whole or not splits_vocabulary(kwargs.get("vocab_first", False), weight)):
-            return None
-        inputs = self.prepare(*args, **kwargs)
-        if axis_name is not None:
-            labels, ignored = args[2] if len(args) > 2 else kwargs["labels"], int(kwargs.get("ignore_index", -100))
-            vocab = inputs.vocab * devices_along(axis_name, "vocabulary")
-            check_labels_on_host(labels, vocab, ignored)
-            # As prepared, those of other devices' parts are not known.
-            inputs = inputs.replace(labels=labels_array(labels, inputs.labels.shape, vocab, ignored))
-            return lambda: _of_parts(inputs, cfg, axis_name)
-        split = TypedSplit.of(inputs)
-        if split is None:
-            return None
-        of_loss = split.tokens if inputs.reduction == "none" else PartitionSpec()
-        out = (of_loss, split.tokens) if inputs.return_lse else of_loss
-        return lambda: split.run(lambda part: _of_parts(part, cfg, split.vocab, split.token_names), inputs, out)
+    def whole(self, inputs: LossInputs, given: Mapping[str, Any], vocab: int) -> LossInputs:
+        # As prepared, labels of other devices' parts are not known.
+        labels, ignored = given["labels"], int(given.get("ignore_index", -100))
+        check_labels_on_host(labels, vocab, ignored)
+        return inputs.replace(labels=labels_array(labels, inputs.labels.shape, vocab, ignored))
+
+    def part(self, inputs: LossInputs, axis_name: AxisName) -> LossInputs:
+        labels = local_labels(inputs.labels, inputs.vocab, axis_name)
+        return inputs.replace(labels=labels, token_weights=None, reduction="mean", return_lse=False)
+
+    def merged(self, inputs: LossInputs, parts: jax.Array, vocab: int) -> tuple[Any, Any, Any]:
+        lse, label_logit = jax.nn.logsumexp(parts[:, 0], 0), parts[:, 1].sum(0)
+        logit_sum = parts[:, 2].sum(0) if inputs.needs_sum else None
+        return jnp.where(inputs.valid, lse, 0), jnp.where(inputs.labels >= vocab, jnp.nan, label_logit), logit_sum
 
     def reference(self, inputs: LossInputs) -> Any:
         """The oracle: promote narrow arrays for exact results."""
+        labels, valid = inputs.labels, inputs.valid
+        x = jnp.where(valid[..., None], inputs.x, 0)  # selected before the matmul, so that 0 · NaN counts nowhere
+        logits = logits_of(x, inputs.weight, inputs.bias, inputs, inputs.wide)
+        fill = 0.0 if inputs.summary == "statistics" else jnp.nan
+        index = jnp.where(valid, labels, 0)[..., None]
+        label_logit = jnp.take_along_axis(logits, index, -1, mode="fill", fill_value=fill)[..., 0]
+        found = jax.nn.logsumexp(logits, -1), label_logit, logits.sum(-1)
+        lse, label_logit, logit_sum = (jnp.where(valid, each, 0) for each in found)
         if inputs.summary == "statistics":
-            lse, label_logit, logit_sum = statistics_reference(inputs)
             return (lse, label_logit, logit_sum) if inputs.needs_sum else (lse, label_logit)
-        loss, lse = losses_reference(inputs)
-        count = weights(inputs.labels, inputs.token_weights, loss.dtype).sum()
-        loss = reduced(loss if inputs.reduction == "none" else loss.sum(), count, inputs.reduction)
+        # By its definition, so that the formula of the backends is not checked against itself.
+        smoothing = inputs.label_smoothing
+        loss = (1 - smoothing) * (lse - label_logit) + inputs.z_loss * lse**2
+        if smoothing:
+            loss = loss - smoothing * (logit_sum / inputs.vocab - lse)
+        if inputs.token_weights is not None:
+            loss = loss * inputs.token_weights.astype(loss.dtype)
+        loss, count = jnp.where(inputs.valid, loss, 0), inputs.weights().sum()
+        loss = reduced(inputs, loss if inputs.reduction == "none" else loss.sum(), count)
         return (loss, lse) if inputs.return_lse else loss
 
     def results(self, inputs: LossInputs) -> Any:
-        wide = wide_dtype(inputs)
-        token, scalar = jax.ShapeDtypeStruct(inputs.labels.shape, wide), jax.ShapeDtypeStruct((), wide)
-        found = LossResults(token, token, token if inputs.needs_sum else None)
-        if inputs.summary == "statistics":
-            return found
-        if inputs.summary == "none":
-            return dataclasses.replace(found, total=token)
-        kept = {"d_x": inputs.x, "d_weight": inputs.weight, "d_bias": inputs.bias} if inputs.keeps_gradients else {}
-        gradients = {n: None if x is None else jax.ShapeDtypeStruct(x.shape, wide) for n, x in kept.items()}
-        return dataclasses.replace(found, total=scalar, count=scalar, **gradients)
+        found = super().results(inputs)
+        arrays = (inputs.x, inputs.weight, inputs.bias) if inputs.keeps_gradients and found.count is not None else ()
+        kept = [None if x is None else jax.ShapeDtypeStruct(x.shape, inputs.wide) for x in arrays]
+        return dataclasses.replace(found, **dict(zip(("d_x", "d_weight", "d_bias"), kept, strict=False)))
 
     def run(self, inputs: LossInputs, *, cfg: Choice) -> Any:  # type: ignore[override]
         """The loss alone: a kernel that keeps what gradients are made from would do so for nothing."""
         return super().run(inputs.replace(keeps_gradients=False), cfg=cfg)
 
-    def outputs(self, inputs: LossInputs, results: LossResults) -> Any:
-        """The loss, and lse if it is wanted; or the statistics."""
-        if results.total is None:
-            found = (results.lse, results.label_logit)
-            return (*found, results.logit_sum) if inputs.needs_sum else found
-        loss = reduced(results.total, results.count, inputs.reduction)
-        return (loss, results.lse) if inputs.return_lse else loss
-
-    def cotangents(self, inputs: LossInputs, residuals: LossResults, cotangents: tuple[Any, ...]) -> LossResults:
-        """Selects those of lse, or of the sum of the losses and of the sum of the weights."""
-        if residuals.total is None:
-            return LossResults(*cotangents)
-        of_loss, *of_lse = cotangents
-        of_total, of_count = of_sums(residuals.total, residuals.count, inputs.reduction, of_loss)
-        return LossResults(of_lse[0] if of_lse else None, None, total=of_total, count=of_count)
-
-    def partitioning(self, inputs: LossInputs) -> Partitioning | None:
-        """Splits by tokens, as in the types of x and of the labels."""
-        return split_by_tokens(inputs, lambda tokens: LossResults(tokens, tokens, tokens if inputs.needs_sum else None))
-
     def sampled(self, inputs: LossInputs, key: jax.Array) -> LossInputs:
-        """Normal arrays, logits of about 1, and labels of the whole vocabulary."""
-        found = super().sampled(inputs, key)
-        # Otherwise a token's largest logit has all the probability, and nothing else would be checked.
-        weight = found.weight / math.sqrt(max(inputs.d, 1))
-        return found.replace(weight=weight, labels=_drawn_labels(key, inputs.labels.shape, inputs.vocab))
-
-    def cost(self, inv: Invocation[Choice, Any]) -> Cost:
-        """FLOPs of one matmul forward and three backward, and bytes of every array once."""
-        inputs = self.inputs_of(inv)
-        flops, operands = 2.0 * inputs.tokens * inputs.d * inputs.vocab, array_bytes(inputs)
-        # Of gradients that the forward pass computes, too: a program that does not use them does not have them, and
-        # these are the FLOPs by which a rate is computed, whichever form the gradients have.
-        return Cost(flops, float(operands)) if inv.direction == "forward" else Cost(3 * flops, 2.0 * operands)
-
-    def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
-        """Nothing: all tokens may be ignored."""
-        return Cost(0.0, 0.0)
-
-
-def _drawn_labels(key: jax.Array, shape: tuple[int, ...], vocab: int) -> Any:
-    """Labels from all of the vocabulary, drawn on the host."""
-    with jax.ensure_compile_time_eval():
-        seed = np.asarray(jax.random.key_data(key)).ravel()
-    return np.random.default_rng(seed).integers(0, vocab, shape).astype(np.int32)
+        """Also labels of the whole vocabulary, drawn on the host."""
+        with jax.ensure_compile_time_eval():
+            random = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
+        labels: Any = random.integers(0, inputs.vocab, inputs.labels.shape).astype(np.int32)
+        return super().sampled(inputs, key).replace(labels=labels)
 
 
 _LINEAR_CROSS_ENTROPY = LinearCrossEntropy()
@@ -269,30 +214,35 @@ def linear_cross_entropy(x: ArrayLike, weight: ArrayLike, labels: ArrayLike, **o
     return _LINEAR_CROSS_ENTROPY(x, weight, labels, **options)
 
 
-def _of_parts(inputs: LossInputs, cfg: object, axis_name: AxisName, token_names: tuple[str, ...] = ()) -> Any:
-    """The loss over a vocabulary that is split over a mesh axis, from each device's statistics.
+def linear_log_probs(
+    x: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    vocab_first: bool = False,
+    logits_soft_cap: float | None = None,
+    ignore_index: int = -100,
+    axis_name: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Any:
+    """``log_softmax(x · weight + bias)`` at the labels, without the logits in memory: for policy gradients and DPO.
+
+    A call of ``linear_cross_entropy``, whose configs and tables it shares.
 
     Args:
-      inputs: a device's part, with labels of the whole vocabulary.
-      token_names: axes over which tokens are split, if a scalar is to be that of all of them.
+      x, weight, labels, bias, vocab_first, logits_soft_cap, axis_name, platform, cfg: as ``linear_cross_entropy``.
+      ignore_index: the label of tokens whose result is 0.
+      return_lse: also return ``log Σ exp(logits)``.
+
+    Returns:
+      ``[...]`` in float32 (float64 for float64); or (log-probabilities, lse).
     """
-    kernel: Any = _LINEAR_CROSS_ENTROPY
-    own, wrong = local_labels(inputs.labels, inputs.vocab, axis_name)
-    part = inputs.replace(
-        x=of_all_devices(inputs.x, axis_name), labels=own, token_weights=None, is_part=True, reduction="mean",
-        return_lse=False,
+    found = linear_cross_entropy(
+        x, weight, labels, bias=bias, vocab_first=vocab_first, logits_soft_cap=logits_soft_cap,
+        ignore_index=ignore_index, axis_name=axis_name, return_lse=return_lse, reduction="none", platform=platform,
+        cfg=cfg,
     )  # fmt: skip
-    # The loss from here on is JAX's to differentiate: its transposes of the gather fit both kinds of shard_map.
-    parts = gathered(jnp.stack(kernel(part, cfg=cfg)), axis_name)
-    lse, label_logit = merged_lse(parts[:, 0]), parts[:, 1].sum(0)
-    logit_sum = parts[:, 2].sum(0) if inputs.needs_sum else None
-    valid = inputs.labels != IGNORED
-    lse = jnp.where(valid, lse, 0)
-    label_logit = jnp.where(wrong, jnp.nan, label_logit)
-    vocab = inputs.vocab * lax.axis_size(axis_name)
-    weight_of = weights(inputs.labels, inputs.token_weights, lse.dtype)
-    loss = jnp.where(valid, losses(inputs, vocab, lse, label_logit, logit_sum), 0) * weight_of
-    if inputs.reduction != "none":
-        total, count = summed_over((loss.sum(), weight_of.sum()), token_names)
-        loss = reduced(total, count, inputs.reduction)
-    return (loss, lse) if inputs.return_lse else loss
+    return (-found[0], found[1]) if return_lse else jax.tree.map(lambda x: -x, found)

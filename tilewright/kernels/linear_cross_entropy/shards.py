@@ -1,7 +1,8 @@
-"""A vocabulary that is split over a mesh axis inside ``shard_map``: every device's statistics, made those of all.
+"""Calls over several devices: tokens split over explicit axes, and a vocabulary that is split over a mesh axis.
 
-One gather of the statistics of each token forward. The gradient of x is a sum over the devices; that of a device's part
-of the matrix is complete. On explicit axes the types of the matrices ask for the same.
+With tokens split the matrix is whole on every device. With the vocabulary split, inside ``shard_map`` or by the types
+of the matrices, there is one gather of the statistics of each token forward. The gradient of x is a sum over the
+devices; that of a device's part of the matrix is complete.
 """
 
 import dataclasses
@@ -12,67 +13,117 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from tilewright.kernels.linear_cross_entropy.inputs import IGNORED, LossInputs
-from tilewright.kernels.linear_cross_entropy.kl_inputs import KlInputs
-from tilewright.kernels.linear_cross_entropy.partitioning import arrays_of, token_axes
+from tilewright.kernels.linear_cross_entropy.inputs import IGNORED, LossResults, VocabularyInputs
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op.sharding import (
+    AxisName,
+    GradientParts,
+    Partitioning,
     axis_names,
     explicit_mesh,
     over_explicit_axes,
     typed_axes,
+    typed_spec,
     vary_over,
     varying_axes,
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class TypedSplit:
-    """A split of the vocabulary, and maybe of tokens, in the types of a call's arrays.
+def _token_axes(inputs: VocabularyInputs, arrays: dict[str, Any]) -> tuple[PartitionSpec, tuple[str, ...]]:
+    """The mesh axes of every dimension of the tokens, and all their names.
 
-    Attributes:
-      tokens: the mesh axes of every dimension of the tokens.
-      token_names: the names of all of them.
-      vocab: the axes that split the vocabulary.
+    Raises:
+      ValueError: a dimension is split in two ways, or d is.
     """
+    by_token = {name: array for name, array in arrays.items() if name not in inputs.vocab_axes}
+    described = ", ".join(f"{name}: {typed_spec(array)}" for name, array in by_token.items())
+    tokens = len(inputs.token_shape)
+    split: list[Any] = [None] * tokens
+    for name, array in by_token.items():
+        axes = typed_axes(array)
+        if any(axes[tokens:]):
+            raise ValueError(f"{name} must be whole along d ({described}); reshard it first")
+        for position, each in enumerate(axes[:tokens]):
+            if None not in (each, split[position]) and each != split[position]:
+                raise ValueError(f"tokens must be split alike in all arrays ({described}); reshard {name} first")
+            split[position] = split[position] or each
+    return PartitionSpec(*split), tuple(name for axes in split for name in axis_names(axes))
 
-    mesh: AbstractMesh | Mesh
-    tokens: PartitionSpec
-    token_names: tuple[str, ...]
-    vocab: tuple[str, ...]
 
-    @classmethod
-    def of(cls, inputs: LossInputs | KlInputs) -> "TypedSplit | None":
-        """The split; None if the vocabulary is whole, or split over the axes of the tokens, so that it is gathered.
+def split_by_tokens(inputs: VocabularyInputs) -> Partitioning | None:
+    """The partitioning that the types of the arrays imply; ``None`` without explicit axes.
 
-        Raises:
-          ValueError: tokens are split in two ways, or d is.
-        """
-        arrays, axes = arrays_of(inputs), inputs.vocab_axes
-        by_token = {name: array for name, array in arrays.items() if name not in axes}
-        split = [axis_names(typed_axes(arrays[name])[axis]) for name, axis in axes.items() if name in arrays]
-        if not any(split):
-            return None
-        tokens, token_names = token_axes(by_token, len(inputs.token_shape))
-        vocab = [name for name in next(filter(None, split)) if name not in token_names]
-        mesh = explicit_mesh(*(arrays[name] for name in axes if name in arrays))
-        if mesh is None or not vocab:
-            return None
-        return cls(mesh, PartitionSpec(*tokens), token_names, tuple(vocab))
+    A matrix that is split is gathered, and its gradient is split again.
 
-    def run(self, function: Callable[[Any], Any], inputs: LossInputs | KlInputs, out: Any) -> Any:
-        """Runs a function of the devices' parts of a call, inside ``shard_map``."""
-        arrays = arrays_of(inputs)
-        specs = {name: self._spec(array.ndim, inputs.vocab_axes.get(name)) for name, array in arrays.items()}
-        return over_explicit_axes(lambda parts: function(inputs.replace(**parts)), self.mesh, arrays, specs, out)
+    Raises:
+      ValueError: tokens are split in two ways, or d is.
+    """
+    arrays = {name: array for name, array in inputs.arrays.items() if array is not None}
+    mesh = explicit_mesh(*arrays.values())
+    if mesh is None:
+        return None
+    tokens, names = _token_axes(inputs, arrays)
+    whole = PartitionSpec()
+    specs = {name: whole if name in inputs.vocab_axes else tokens for name in arrays}
+    scalar = inputs.summary == "scalar"
+    of_total = None if inputs.summary == "statistics" else whole if scalar else tokens
 
-    def _spec(self, rank: int, vocab_axis: int | None) -> PartitionSpec:
-        """The spec of an array of some rank; of one by tokens, if the vocabulary is none of its axes."""
-        if vocab_axis is None:
-            return self.tokens
-        return PartitionSpec(*(self.vocab if axis == vocab_axis else None for axis in range(rank)))
+    def on_results(results: LossResults) -> LossResults:
+        if not scalar or not names:
+            return results
+        # The backward pass scales with the sum of all weights, so both are residuals of the whole call.
+        total, count = lax.psum((results.total, results.count), names)
+        return dataclasses.replace(results, total=total, count=count)
+
+    return Partitioning(
+        mesh=mesh,
+        inputs=inputs.replace(**specs),
+        results=LossResults(
+            (tokens, tokens, tokens if inputs.needs_sum else None), of_total, whole if scalar else None
+        ),
+        gradients={
+            name: GradientParts(specs[name], names if name in inputs.vocab_axes else (), typed_spec(array))
+            for name, array in arrays.items()
+        },
+        on_results=on_results,
+        shared_with_xla=False,
+    )
+
+
+def by_typed_vocabulary(inputs: VocabularyInputs, of_parts: Callable[..., Any]) -> Callable[[], Any] | None:
+    """A call by the devices' parts of a vocabulary that the types of arrays split, and maybe of the tokens.
+
+    None if the vocabulary is whole, or split over the axes of the tokens, so that it is gathered.
+
+    Args:
+      of_parts: computes the call inside ``shard_map``, from a part of the inputs and the names of the axes that split
+        the vocabulary and the tokens.
+
+    Raises:
+      ValueError: tokens are split in two ways, or d is.
+    """
+    arrays = {name: array for name, array in inputs.arrays.items() if array is not None}
+    axes = {name: axis for name, axis in inputs.vocab_axes.items() if name in arrays}
+    split = [names for name, axis in axes.items() if (names := axis_names(typed_axes(arrays[name])[axis]))]
+    if not split:
+        return None
+    tokens, token_names = _token_axes(inputs, arrays)
+    vocab = tuple(name for name in split[0] if name not in token_names)
+    mesh = explicit_mesh(*(arrays[name] for name in axes))
+    if mesh is None or not vocab:
+        return None
+
+    def spec(name: str, rank: int) -> PartitionSpec:
+        return PartitionSpec(*(vocab if at == axes[name] else None for at in range(rank))) if name in axes else tokens
+
+    specs = {name: spec(name, array.ndim) for name, array in arrays.items()}
+    of_loss = tokens if inputs.reduction == "none" else PartitionSpec()
+    out = (of_loss, tokens) if inputs.return_lse else of_loss
+    return lambda: over_explicit_axes(
+        lambda parts: of_parts(inputs.replace(**parts), vocab, token_names), mesh, arrays, specs, out
+    )
 
 
 def splits_vocabulary(vocab_first: object, *matrices: object) -> bool:
@@ -81,7 +132,7 @@ def splits_vocabulary(vocab_first: object, *matrices: object) -> bool:
     return len(known) == len(matrices) and any(typed_axes(x)[axis] is not None for x in known)
 
 
-def of_all_devices(x: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
+def of_all_devices(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """An operand that is the same along an axis; its gradient is summed over the devices in float32 or wider."""
     axes = varying_axes(lax.axis_index(axis_name)) - varying_axes(x)
     # Without checked types the transpose of ``shard_map`` sums, in the operand's dtype.
@@ -93,39 +144,22 @@ def _of_all_devices(x: jax.Array, axes: frozenset[str]) -> Any:
     return vary_over(axes, x)
 
 
-def _of_all_devices_forward(x: jax.Array, axes: frozenset[str]) -> tuple[jax.Array, None]:
-    return _of_all_devices(x, axes), None
-
-
 def _of_all_devices_backward(axes: frozenset[str], _: None, gradient: jax.Array) -> tuple[jax.Array]:
     wide = gradient.astype(accumulation_dtype(gradient.dtype))
     return (lax.psum(wide, tuple(sorted(axes))).astype(gradient.dtype),)
 
 
-_of_all_devices.defvjp(_of_all_devices_forward, _of_all_devices_backward)
+_of_all_devices.defvjp(lambda x, axes: (_of_all_devices(x, axes), None), _of_all_devices_backward)
 
 
-def local_labels(labels: jax.Array, part: int, axis_name: str | tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    """Labels in a device's part of the vocabulary, for statistics of which none is ignored; and which are wrong.
+def local_labels(labels: jax.Array, part: int, axis_name: AxisName) -> jax.Array:
+    """Labels in a device's part of the vocabulary, for statistics of which none is ignored.
 
     Args:
       labels: canonical, with ``IGNORED``, of the whole vocabulary.
       part: classes of each device.
     """
-    count = lax.axis_size(axis_name)
-    wrong = labels >= part * count
     # A label of another part is no class of this one: its logit comes from the device that has it.
     own = labels - lax.axis_index(axis_name).astype(jnp.int32) * part
     inside = (own >= 0) & (own < part)
-    return jnp.where(labels == IGNORED, IGNORED, jnp.where(inside, own, part)), wrong
-
-
-def summed_over[T](parts: T, names: tuple[str, ...]) -> T:
-    """The sums of the devices' parts over mesh axes, if there are any."""
-    summed: T = lax.psum(parts, names) if names else parts
-    return summed
-
-
-def merged_lse(lses: jax.Array) -> jax.Array:
-    """lse of the whole vocabulary from those of its parts, along axis 0."""
-    return jax.nn.logsumexp(lses, 0)
+    return jnp.where(labels == IGNORED, IGNORED, jnp.where(inside, own, part))

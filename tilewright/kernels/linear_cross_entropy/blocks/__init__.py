@@ -6,9 +6,7 @@
 | ``vocabulary.py`` | the loop over blocks of the vocabulary; the sums of gradients that go through both loops |
 | ``logits.py`` | what a backend computes within a block of tokens: statistics of logits, and gradients of them |
 | ``kept.py`` | what GPU kernels keep of a block of tokens in place of its logits |
-| ``sizes.py`` | sizes of blocks on GPUs |
-| ``backend.py`` | the passes of every backend, by the driver |
-| ``driver.py`` | the forward and the backward pass of the cross-entropy of a backend's ``LogitKernels`` |
+| ``backend.py`` | the forward and the backward pass of the cross-entropy of a backend's ``LogitKernels`` |
 
 The matmuls that make the gradients of x and weight from that of the logits are XLA's.
 """

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from tilewright.kernels.linear_cross_entropy.blocks.logits import Cotangents
+from tilewright.kernels.linear_cross_entropy.blocks.logits import Tokens
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KeptShares:
     """The shares that are kept of the logits z of a block of tokens.
@@ -28,22 +29,14 @@ class KeptShares:
 
     shares: jax.Array
     references: jax.Array
-    width: int
+    width: int = dataclasses.field(metadata={"static": True})
 
     def gradient(
-        self,
-        labels: jax.Array,
-        lse: jax.Array,
-        cotangents: Cotangents,
-        label_logit: jax.Array,
-        block: Block,
-        *,
-        soft_cap: float | None,
-        epsilon: float | None,
-        dtype: DTypeLike,
+        self, tokens: Tokens, block: Block, *, soft_cap: float | None, epsilon: float | None, dtype: DTypeLike
     ) -> jax.Array:
         """The gradient of ``x · weight + bias`` of a block of classes, in ``dtype``; see ``LogitKernels``."""
-        of_lse, of_label, of_sum = cotangents
+        labels, lse, (of_lse, of_label, of_sum), label_logit = tokens
+        assert label_logit is not None
         vocab = self.shares.shape[1]
         factors = jnp.exp(self.references - lse).T
         if block.size == vocab:
@@ -64,9 +57,6 @@ class KeptShares:
         if of_sum is not None:
             gradient = gradient + of_sum[:, None]
         return jnp.where(block.fresh, gradient, 0).astype(dtype)
-
-
-jax.tree_util.register_dataclass(KeptShares, data_fields=["shares", "references"], meta_fields=["width"])
 
 
 def narrow_dtype(*operands: Any) -> Any:

@@ -1,6 +1,6 @@
 """The interface between a backend's kernels, which compute from logits, and the loops that all backends share."""
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -10,8 +10,20 @@ type Statistics = tuple[jax.Array, jax.Array, jax.Array, Any]
 """lse, the label's logit and the sum of the logits of each token, which is anything without label smoothing; and what
 gradients are made from, or ``None``."""
 
-type Cotangents = tuple[jax.Array, jax.Array, jax.Array | None]
-"""The cotangents of a token's statistics; the last is ``None`` without label smoothing."""
+
+class Tokens(NamedTuple):
+    """The operands of the gradients of some tokens' logits, beside these or what was kept of them.
+
+    Attributes:
+      lse: infinite for a token that is ignored, whose gradient is then 0.
+      cotangents: of a token's statistics; the last is ``None`` without label smoothing.
+      label_logit: only where gradients are made from what was kept.
+    """
+
+    labels: jax.Array
+    lse: jax.Array
+    cotangents: tuple[jax.Array, jax.Array, jax.Array | None]
+    label_logit: jax.Array | None = None
 
 
 class LogitKernels(Protocol):
@@ -23,27 +35,17 @@ class LogitKernels(Protocol):
 
     A gradient is that of ``x · weight + bias``: from the gradient of the logits by the derivative of the soft cap.
     It is in the dtype of sums, or in bfloat16 if x and weight are; and 0 for classes of the block that are not
-    ``fresh``. lse is infinite for a token that is ignored, whose gradient is then 0.
+    ``fresh``.
     """
 
     def statistics(self, x: jax.Array, labels: jax.Array, *, keep: bool) -> Statistics:
         """The statistics; and with ``keep``, which only blocks of tokens have, what ``kept_gradient`` needs."""
         ...
 
-    def kept_gradient(
-        self,
-        kept: Any,
-        labels: jax.Array,
-        lse: jax.Array,
-        cotangents: Cotangents,
-        label_logit: jax.Array,
-        block: Block,
-    ) -> jax.Array:
+    def kept_gradient(self, kept: Any, tokens: Tokens, block: Block) -> jax.Array:
         """The gradient of a block of the vocabulary, ``[n, block]``, without a matmul."""
         ...
 
-    def gradient(
-        self, x: jax.Array, labels: jax.Array, lse: jax.Array, cotangents: Cotangents, block: Block
-    ) -> jax.Array:
+    def gradient(self, x: jax.Array, tokens: Tokens, block: Block) -> jax.Array:
         """The same from recomputed logits, ``[*tokens, block]``; the block's begin may be traced."""
         ...

@@ -57,18 +57,26 @@ class TokenBlocks:
         # With the size of a block more, no slice is moved back to fit at the end.
         return jnp.zeros((self.valid.shape[0] + self.size, *shape), dtype)
 
-    def by_token(self, array: jax.Array) -> jax.Array:
-        """Results by place as results by token; zeros for those that are ignored."""
-        places = jnp.zeros_like(self.order).at[self.order].set(jnp.arange(self.order.shape[0], dtype=jnp.int32))
-        valid = self.valid.reshape(-1, *(1,) * (array.ndim - 1))
-        return jnp.where(valid, array[places], 0)
+    def by_token(self, results: Any, shape: tuple[int, ...]) -> Any:
+        """A tree of results by place as results by token, ``[*shape, ...]``; zeros for those that are ignored."""
+
+        def ordered(array: jax.Array) -> jax.Array:
+            places = jnp.zeros_like(self.order).at[self.order].set(jnp.arange(self.order.shape[0], dtype=jnp.int32))
+            valid = self.valid.reshape(-1, *(1,) * (array.ndim - 1))
+            return jnp.where(valid, array[places], 0).reshape(*shape, *array.shape[1:])
+
+        return jax.tree.map(ordered, results)
 
 
-def rows_of(array: jax.Array, rows: jax.Array, fill: float = 0) -> jax.Array:
-    """The elements of some tokens."""
-    return array.at[rows].get(mode="fill", fill_value=fill)
+def rows_of(arrays: Any, rows: jax.Array, fill: float = 0) -> Any:
+    """The elements of some tokens, in each array of a tree."""
+    return jax.tree.map(lambda array: array.at[rows].get(mode="fill", fill_value=fill), arrays)
 
 
-def written(array: jax.Array, rows: jax.Array, begin: jax.Array) -> jax.Array:
-    """The array with the results of a block replaced."""
-    return lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), begin, axis=0)
+def written(arrays: Any, rows: Any, begin: jax.Array) -> Any:
+    """A tree of arrays with the results of a block replaced."""
+
+    def write(array: jax.Array, part: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), begin, axis=0)
+
+    return jax.tree.map(write, arrays, rows)

@@ -16,6 +16,15 @@ from jax.typing import DTypeLike
 from tilewright.kernels.numerics.dots import dot
 from tilewright.kernels.op.sharding import vary_over, varying_axes
 
+MULTIPLE = 256
+"""Classes that blocks of the vocabulary are multiples of on GPUs: those of a kernel's tile."""
+
+
+def even_blocks(size: int, limit: int, multiple: int) -> int:
+    """A size of blocks up to a limit, such that the last block is about as large as the others."""
+    count = max(-(-size // max(limit, 1)), 1)
+    return max(min(size, -(-size // (multiple * count)) * multiple), 1)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
@@ -92,6 +101,7 @@ class Head:
         return self.weight.shape[self.vocab_axis]
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Totals:
     """Gradients of a matrix and its bias so far; ``None`` for one that is not used."""
@@ -106,9 +116,6 @@ class Totals:
             jnp.zeros(head.weight.shape, dtype) if wants("weight") else None,
             jnp.zeros(head.bias.shape, head.wide) if head.bias is not None and wants("bias") else None,
         )
-
-
-jax.tree_util.register_dataclass(Totals, data_fields=["weight", "bias"], meta_fields=[])
 
 
 def add_gradients(

@@ -7,8 +7,7 @@ from tilewright.kernels.hopper.device import device_reasons, num_sms
 from tilewright.kernels.hopper.matmul.dense import dense_plan
 from tilewright.kernels.hopper.matmul.operands import operand_reasons
 from tilewright.kernels.hopper.matmul.plan import plan_reasons
-from tilewright.kernels.linear_cross_entropy.blocks import driver
-from tilewright.kernels.linear_cross_entropy.blocks.backend import SERVED_BY_LOOPS, BlockedCrossEntropy
+from tilewright.kernels.linear_cross_entropy.blocks.backend import SERVED_BY_LOOPS, BlockedCrossEntropy, head_of
 from tilewright.kernels.linear_cross_entropy.hopper.logits import HopperLogits
 from tilewright.kernels.linear_cross_entropy.hopper.params import (
     STORE_MULTIPLE,
@@ -79,6 +78,6 @@ class HopperLinearCrossEntropy(BlockedCrossEntropy[HopperLossParams, HopperLossB
     def kernels(self, inputs: LossInputs, params: Params) -> HopperLogits:
         statistics = params.statistics if isinstance(params, HopperLossParams) else params.gradient
         return HopperLogits(
-            driver.head_of(inputs), inputs.needs_sum, inputs.gradient_epsilon, statistics, params.gradient,
+            head_of(inputs), inputs.needs_sum, inputs.gradient_epsilon, statistics, params.gradient,
             num_sms(current_device()),
         )  # fmt: skip

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.linear_cross_entropy.blocks.kept import KeptShares
-from tilewright.kernels.linear_cross_entropy.blocks.logits import Cotangents, Statistics
+from tilewright.kernels.linear_cross_entropy.blocks.logits import Statistics, Tokens
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head
 from tilewright.kernels.linear_cross_entropy.hopper.kernels import logit_gradients, softmax_sums
 
@@ -50,24 +50,13 @@ class HopperLogits:
         logit_sum = jnp.zeros_like(lse) if logit_sum is None else logit_sum
         return lse.reshape(shape), label_logit.reshape(shape), logit_sum.reshape(shape), kept
 
-    def kept_gradient(
-        self,
-        kept: KeptShares,
-        labels: jax.Array,
-        lse: jax.Array,
-        cotangents: Cotangents,
-        label_logit: jax.Array,
-        block: Block,
-    ) -> jax.Array:
+    def kept_gradient(self, kept: KeptShares, tokens: Tokens, block: Block) -> jax.Array:
         """The gradient of a block of the vocabulary, from its exponentials."""
         return kept.gradient(
-            labels, lse, cotangents, label_logit, block,
-            soft_cap=self.head.soft_cap, epsilon=self.epsilon, dtype=self.head.weight.dtype,
-        )  # fmt: skip
+            tokens, block, soft_cap=self.head.soft_cap, epsilon=self.epsilon, dtype=self.head.weight.dtype
+        )
 
-    def gradient(
-        self, x: jax.Array, labels: jax.Array, lse: jax.Array, cotangents: Cotangents, block: Block
-    ) -> jax.Array:
+    def gradient(self, x: jax.Array, tokens: Tokens, block: Block) -> jax.Array:
         """The same from recomputed logits."""
         shape, head = x.shape[:-1], self.head
 
@@ -78,9 +67,16 @@ class HopperLogits:
                 size=block.size, epsilon=self.epsilon, tile=self.gradient_tile, sms=self.sms,
             )  # fmt: skip
 
-        vectors = [None if each is None else each.reshape(-1) for each in cotangents]
+        vectors = [None if each is None else each.reshape(-1) for each in tokens.cotangents]
         rows = x.reshape(-1, x.shape[-1])
         found: jax.Array = run(
-            rows, head.weight, head.bias, labels.reshape(-1), lse.reshape(-1), vectors, block.begin, block.first
+            rows,
+            head.weight,
+            head.bias,
+            tokens.labels.reshape(-1),
+            tokens.lse.reshape(-1),
+            vectors,
+            block.begin,
+            block.first,
         )
         return found.reshape(*shape, block.size)

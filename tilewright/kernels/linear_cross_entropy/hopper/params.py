@@ -5,13 +5,18 @@ import dataclasses
 from tilewright.kernels.hopper.matmul.heuristics import dense_candidates
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.linear_cross_entropy.blocks.kept import keeping_reasons
-from tilewright.kernels.linear_cross_entropy.blocks.sizes import MULTIPLE, even_blocks, kept_tokens, vocab_block
+from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import MULTIPLE, even_blocks
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.stable_ids import stable_id
 
 STORE_MULTIPLE = 8
 """Elements of 16 bits that the rows of an array which TMA stores are multiples of."""
+
+WORKSPACE = 512 << 20
+"""Bytes of what a block of tokens keeps of the whole vocabulary, or of the gradient of a block of both."""
+
+MIN_TOKENS = 128
 
 STATISTICS_TOKENS = 4096
 """Tokens of a block where only the loss is computed: the matrix is read once for each block, in less time than the
@@ -76,6 +81,18 @@ def can_keep(inputs: LossInputs) -> list[str]:
     if inputs.vocab % STORE_MULTIPLE:
         reasons.append(f"TMA stores rows of multiples of {STORE_MULTIPLE} classes, got vocab={inputs.vocab}")
     return reasons
+
+
+def kept_tokens(tokens: int, vocab: int, itemsize: int) -> int:
+    """Tokens of a block that keeps something of all classes."""
+    size = max(WORKSPACE // (itemsize * max(vocab, 1)) // MIN_TOKENS, 1) * MIN_TOKENS
+    # Blocks of one size: the last one takes as long with few tokens.
+    return even_blocks(tokens, size, MIN_TOKENS)
+
+
+def vocab_block(tokens: int, vocab: int, itemsize: int) -> int:
+    """Classes of a block of so many tokens."""
+    return even_blocks(vocab, max(MULTIPLE, WORKSPACE // (itemsize * max(tokens, 1))), MULTIPLE)
 
 
 def recomputing_block(inputs: LossInputs) -> int:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.linear_cross_entropy.blocks.kept import KeptShares, narrow_dtype
-from tilewright.kernels.linear_cross_entropy.blocks.logits import Cotangents, Statistics
+from tilewright.kernels.linear_cross_entropy.blocks.logits import Statistics, Tokens
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head
 from tilewright.kernels.op.sharding import varying_as
 from tilewright.kernels.triton import launch
@@ -54,27 +54,16 @@ class TritonLogits:
         kept = KeptShares(shares, partial_lse, tile.columns) if keep else None
         return lse.reshape(tokens), label_logit.reshape(tokens), logit_sum.reshape(tokens), kept
 
-    def kept_gradient(
-        self,
-        kept: Any,
-        labels: jax.Array,
-        lse: jax.Array,
-        cotangents: Cotangents,
-        label_logit: jax.Array,
-        block: Block,
-    ) -> jax.Array:
+    def kept_gradient(self, kept: Any, tokens: Tokens, block: Block) -> jax.Array:
         """The gradient of a block in one pass over the shares, by XLA."""
         result: jax.Array = kept.gradient(
-            labels, lse, cotangents, label_logit, block, soft_cap=self.head.soft_cap, epsilon=self.epsilon,
-            dtype=self._narrow,
-        )  # fmt: skip
+            tokens, block, soft_cap=self.head.soft_cap, epsilon=self.epsilon, dtype=self._narrow
+        )
         return result
 
-    def gradient(
-        self, x: jax.Array, labels: jax.Array, lse: jax.Array, cotangents: Cotangents, block: Block
-    ) -> jax.Array:
+    def gradient(self, x: jax.Array, tokens: Tokens, block: Block) -> jax.Array:
         """The gradient of a block whose logits are computed again."""
-        tokens = labels.shape
+        shape = tokens.labels.shape
         tile = fitted(self.of_gradient, block.size, x.shape[-1])
         # A begin that is known to be aligned lets a kernel load several classes at once.
         align = math.gcd(block.size, self.head.vocab - block.size, 16)
@@ -83,16 +72,16 @@ class TritonLogits:
         def run(*arrays: jax.Array) -> jax.Array:
             return self._launch_gradient(tile, block.size, align, arrays)
 
-        of_lse, of_label, of_sum = cotangents
-        by_token = [labels, lse, of_lse, of_label, *(() if of_sum is None else (of_sum,))]
-        given = [each.reshape(math.prod(tokens)) for each in by_token]
+        of_lse, of_label, of_sum = tokens.cotangents
+        by_token = [tokens.labels, tokens.lse, of_lse, of_label, *(() if of_sum is None else (of_sum,))]
+        given = [each.reshape(math.prod(shape)) for each in by_token]
         if of_sum is None:
             # A launch has all operands; what is not read has no elements.
             given.append(jnp.zeros((0,), jnp.float32))
         bounds = jnp.stack([block.begin // align, block.first]).astype(jnp.int32)
         operands = (self._rows(x), self.head.weight, self._bias(), *given, bounds)
         out = varying_as(run(*operands), operands)
-        return out.reshape(*tokens, block.size)
+        return out.reshape(*shape, block.size)
 
     @property
     def _narrow(self) -> Any:

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from tilewright.kernels.linear_cross_entropy.blocks.kept import keeping_reasons, narrow_dtype
-from tilewright.kernels.linear_cross_entropy.blocks.sizes import MULTIPLE, even_blocks
+from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import MULTIPLE, even_blocks
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two

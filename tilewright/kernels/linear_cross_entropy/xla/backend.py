@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import ClassVar
 
-from tilewright.kernels.linear_cross_entropy.blocks import driver
-from tilewright.kernels.linear_cross_entropy.blocks.backend import SERVED_BY_LOOPS, BlockedCrossEntropy
+from tilewright.kernels.linear_cross_entropy.blocks.backend import SERVED_BY_LOOPS, BlockedCrossEntropy, head_of
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.kernels.linear_cross_entropy.xla.logits import XlaLogits
 from tilewright.kernels.linear_cross_entropy.xla.params import (
@@ -40,7 +39,7 @@ class XlaLinearCrossEntropy(BlockedCrossEntropy[XlaLossParams, XlaLossBackwardPa
         return [_params(inputs, direction, sizes[0]), *(XlaLossBackwardParams(*each) for each in sizes)]
 
     def kernels(self, inputs: LossInputs, params: Params) -> XlaLogits:
-        return XlaLogits(driver.head_of(inputs), params.block_vocab, inputs.gradient_epsilon)
+        return XlaLogits(head_of(inputs), params.block_vocab, inputs.gradient_epsilon)
 
 
 def _params(inputs: LossInputs, direction: Direction, sizes: tuple[int | None, int]) -> Params:

@@ -8,13 +8,8 @@ import jax.numpy as jnp
 
 from tilewright.kernels.linear_cross_entropy.blocks.tokens import TokenBlocks, rows_of, written
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head, Totals, add_gradients, over_blocks
-from tilewright.kernels.linear_cross_entropy.kl_inputs import (
-    KlInputs,
-    KlResults,
-    completed,
-    of_statistics,
-    token_weights_gradient,
-)
+from tilewright.kernels.linear_cross_entropy.inputs import KlInputs, LossResults
+from tilewright.kernels.linear_cross_entropy.losses import completed_kl, of_kl_statistics, token_weights_gradient
 from tilewright.kernels.linear_cross_entropy.xla.logits import before_cap, logits_of
 from tilewright.kernels.linear_cross_entropy.xla.params import (
     Params,
@@ -28,7 +23,7 @@ from tilewright.ops.kernel.arrays import is_symbolic
 from tilewright.ops.types import Device, Direction
 
 
-class XlaLinearKlDivergence(Implementation[KlInputs, KlResults, XlaLossParams, XlaLossBackwardParams]):
+class XlaLinearKlDivergence(Implementation[KlInputs, LossResults, XlaLossParams, XlaLossBackwardParams]):
     """Serves every call."""
 
     platform: ClassVar[Platform] = Platform.XLA
@@ -47,31 +42,32 @@ class XlaLinearKlDivergence(Implementation[KlInputs, KlResults, XlaLossParams, X
         sizes = candidate_sizes(inputs.tokens, inputs.vocab, device, whole=inputs.is_distributed)
         return [XlaLossParams(*each) if direction == "forward" else XlaLossBackwardParams(*each) for each in sizes]
 
-    def forward(self, inputs: KlInputs, params: XlaLossParams) -> KlResults:
+    def forward(self, inputs: KlInputs, params: XlaLossParams) -> LossResults:
         heads = heads_of(inputs)
         if params.block_tokens is None or 0 in inputs.token_shape:
             rows = [jnp.where(inputs.valid[..., None], x, 0) for x in (inputs.student_x, inputs.teacher_x)]
-            return completed(inputs, *_statistics(heads, rows[0], rows[1], params.block_vocab))
+            return completed_kl(inputs, *_statistics(heads, rows[0], rows[1], params.block_vocab))
         flat, valid = _flat(inputs)
         blocks = TokenBlocks.of(valid, params.block_tokens)
 
         def step(begin: jax.Array, rows: jax.Array, found: Any) -> Any:
             parts = _statistics(heads, rows_of(flat[0], rows), rows_of(flat[1], rows), params.block_vocab)
-            return tuple(written(each, part, begin) for each, part in zip(found, parts, strict=True))
+            return written(found, parts, begin)
 
         init = tuple(blocks.empty((), inputs.wide) for _ in range(3))
         found = blocks.over(step, init, (heads[0].weight, heads[1].weight, *flat))
-        return completed(inputs, *(blocks.by_token(each).reshape(inputs.token_shape) for each in found))
+        return completed_kl(inputs, *blocks.by_token(found, inputs.token_shape))
 
     def backward(
-        self, inputs: KlInputs, results: KlResults, cotangents: KlResults, params: XlaLossBackwardParams
+        self, inputs: KlInputs, results: LossResults, cotangents: LossResults, params: XlaLossBackwardParams
     ) -> dict[str, Any]:
         """Gradients of those arrays that are used, from recomputed logits."""
         heads = heads_of(inputs)
         wants = tuple(inputs.wants(f"{side}_x") for side in _SIDES)
         # A token that does not count has probabilities of zero, whatever its logits.
-        lses = [jnp.where(inputs.valid, x, jnp.inf) for x in (results.student_lse, results.teacher_lse)]
-        by_token = [*lses, results.difference, *of_statistics(inputs, cotangents)]
+        student_lse, teacher_lse, difference = results.statistics
+        lses = [jnp.where(inputs.valid, x, jnp.inf) for x in (student_lse, teacher_lse)]
+        by_token = [*lses, difference, *of_kl_statistics(inputs, cotangents)]
         count = inputs.valid.size
         if params.block_tokens is None or 0 in inputs.token_shape:
             rows = [jnp.where(inputs.valid[..., None], x, 0) for x in (inputs.student_x, inputs.teacher_x)]
@@ -91,18 +87,14 @@ class XlaLinearKlDivergence(Implementation[KlInputs, KlResults, XlaLossParams, X
                 parts_of_d_x, totals = _gradients(
                     heads, of_xs, parts, totals, params.block_vocab, wants=wants, complete=complete
                 )
-                both = zip(d_xs, parts_of_d_x, strict=True)
-                return tuple(None if x is None else written(x, part, begin) for x, part in both), totals
+                return written(d_xs, parts_of_d_x, begin), totals
 
             init = tuple(
                 blocks.empty(x.shape[1:], inputs.wide) if want else None for x, want in zip(flat, wants, strict=True)
             )
             operands = (heads[0].weight, heads[1].weight, *flat, *given)
             d_xs, totals = blocks.over(step, (init, totals), operands)
-            shapes = (inputs.student_x.shape, inputs.teacher_x.shape)
-            d_xs = tuple(
-                None if x is None else blocks.by_token(x).reshape(shape) for x, shape in zip(d_xs, shapes, strict=True)
-            )
+            d_xs = blocks.by_token(d_xs, inputs.token_shape)
         found = {
             "student_x": d_xs[0],
             "student_weight": totals[0].weight,

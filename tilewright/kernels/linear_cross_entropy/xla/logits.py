@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.linear_cross_entropy.blocks.logits import Cotangents, Statistics
+from tilewright.kernels.linear_cross_entropy.blocks.logits import Statistics, Tokens
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head, over_blocks
 from tilewright.kernels.numerics.dots import dot
 
@@ -69,33 +69,21 @@ class XlaLogits:
         highest, total, label_logit, logit_sum, kept = over_blocks(head.vocab, self.size, step, init, operands)
         return jnp.where(highest == -jnp.inf, highest, highest + jnp.log(total)), label_logit, logit_sum, kept
 
-    def kept_gradient(
-        self,
-        kept: Any,
-        labels: jax.Array,
-        lse: jax.Array,
-        cotangents: Cotangents,
-        label_logit: jax.Array,
-        block: Block,
-    ) -> jax.Array:
+    def kept_gradient(self, kept: Any, tokens: Tokens, block: Block) -> jax.Array:
         """The gradient of a block from the logits."""
-        return self._gradient(block.of(kept, kept.ndim - 1), labels, lse, cotangents, block)
+        return self._gradient(block.of(kept, kept.ndim - 1), tokens, block)
 
-    def gradient(
-        self, x: jax.Array, labels: jax.Array, lse: jax.Array, cotangents: Cotangents, block: Block
-    ) -> jax.Array:
+    def gradient(self, x: jax.Array, tokens: Tokens, block: Block) -> jax.Array:
         """The gradient of a block whose logits are computed again."""
-        return self._gradient(logits_of(self.head, block, x), labels, lse, cotangents, block)
+        return self._gradient(logits_of(self.head, block, x), tokens, block)
 
-    def _gradient(
-        self, logits: jax.Array, labels: jax.Array, lse: jax.Array, cotangents: Cotangents, block: Block
-    ) -> jax.Array:
-        of_lse, of_label, of_sum = cotangents
-        probabilities = jnp.exp(logits - lse[..., None])
+    def _gradient(self, logits: jax.Array, tokens: Tokens, block: Block) -> jax.Array:
+        of_lse, of_label, of_sum = tokens.cotangents
+        probabilities = jnp.exp(logits - tokens.lse[..., None])
         # Of the label's class only the probability may be dropped; -1 is always there.
         if self.epsilon is not None:
             probabilities = jnp.where(probabilities < self.epsilon, 0, probabilities)
-        own = block.classes == labels[..., None]
+        own = block.classes == tokens.labels[..., None]
         gradient = of_lse[..., None] * probabilities + jnp.where(own, of_label[..., None], 0)
         if of_sum is not None:
             gradient = gradient + of_sum[..., None]

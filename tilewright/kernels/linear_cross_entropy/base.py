@@ -1,0 +1,144 @@
+"""The base class of the vocabulary losses: from the statistics of a backend to the loss, on one device and on several.
+
+A loss defines ``prepare``, ``cases``, its oracle, and the calls of its parts if the vocabulary is split.
+"""
+
+import abc
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from tilewright.kernels.linear_cross_entropy.inputs import LossResults, VocabularyInputs
+from tilewright.kernels.linear_cross_entropy.losses import of_sums, reduced
+from tilewright.kernels.linear_cross_entropy.shards import (
+    by_typed_vocabulary,
+    of_all_devices,
+    split_by_tokens,
+    splits_vocabulary,
+)
+from tilewright.kernels.op.choice import Choice
+from tilewright.kernels.op.portfolio import PortfolioKernel
+from tilewright.kernels.op.roofline import Cost
+from tilewright.kernels.op.sharding import AxisName, Partitioning, devices_along, gathered
+from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.types import Direction
+
+
+class VocabularyLoss[Inputs: VocabularyInputs](PortfolioKernel[Inputs, LossResults], abc.ABC):
+    """A loss over the logits of linear heads.
+
+    With ``axis_name`` a call of the kernel returns the statistics of a device's part of the vocabulary.
+
+    Attributes:
+      positional: the names of the positional arguments.
+    """
+
+    positional: ClassVar[tuple[str, ...]]
+
+    @abc.abstractmethod
+    def merged(self, inputs: Inputs, parts: jax.Array, vocab: int) -> tuple[Any, Any, Any]:
+        """The statistics of the whole vocabulary, of so many classes, from ``[devices, statistics, *tokens]``."""
+
+    def part(self, inputs: Inputs, axis_name: AxisName) -> Inputs:
+        """The call of one device whose part of the vocabulary the inputs have: by default with these."""
+        return inputs
+
+    def whole(self, inputs: Inputs, given: Mapping[str, Any], vocab: int) -> Inputs:
+        """The inputs with what ``prepare`` made for a part of the vocabulary made for all of it: by default nothing."""
+        return inputs
+
+    def distributed(self, cfg: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+        """The loss over a vocabulary that ``axis_name`` splits, or the types of the arrays."""
+        if len(args) == 1:
+            return None  # prepared inputs are those of a part
+        given = dict(zip(self.positional, args, strict=False)) | dict(kwargs)
+        axis_name, matrices = given.get("axis_name"), [given.get(name) for _, name in self.inputs_type.heads]
+        # A probability below ``gradient_epsilon`` is known where the whole vocabulary is.
+        needs_all = given.get("gradient_epsilon") is not None
+        if axis_name is None and (needs_all or not splits_vocabulary(given.get("vocab_first", False), *matrices)):
+            return None
+        inputs, of_parts = self.prepare(*args, **kwargs), functools.partial(self._of_parts, cfg)
+        if axis_name is None:
+            return by_typed_vocabulary(inputs, of_parts)
+        inputs = self.whole(inputs, given, inputs.vocab * devices_along(axis_name, "vocabulary"))
+        return lambda: of_parts(inputs, axis_name)
+
+    def _of_parts(self, cfg: Any, inputs: Inputs, axis_name: AxisName, token_names: tuple[str, ...] = ()) -> Any:
+        """The loss over a vocabulary that is split over a mesh axis, from each device's statistics.
+
+        Args:
+          inputs: a device's part, with labels of the whole vocabulary.
+          token_names: axes over which tokens are split, if a scalar is to be that of all of them.
+        """
+        rows = {name: of_all_devices(inputs.arrays[name], axis_name) for name, _ in inputs.heads}
+        part = self.part(inputs, axis_name).replace(is_part=True, **rows)
+        # The loss from here on is JAX's to differentiate: its transposes of the gather fit both kinds of shard_map.
+        parts = gathered(jnp.stack(self(part, cfg=cfg)), axis_name)
+        vocab = inputs.vocab * lax.axis_size(axis_name)
+        statistics, weights = self.merged(inputs, parts, vocab), inputs.weights()
+        loss = jnp.where(inputs.valid, inputs.losses(statistics, vocab), 0) * weights
+        if inputs.reduction != "none":
+            sums = (loss.sum(), weights.sum())
+            loss = reduced(inputs, *(lax.psum(sums, token_names) if token_names else sums))
+        return (loss, statistics[0]) if inputs.return_lse else loss
+
+    def results(self, inputs: Inputs) -> Any:
+        token, scalar = (jax.ShapeDtypeStruct(shape, inputs.wide) for shape in (inputs.token_shape, ()))
+        statistics = (token, token, token if inputs.needs_sum else None)
+        if inputs.summary == "statistics":
+            return LossResults(statistics)
+        return LossResults(statistics, token) if inputs.summary == "none" else LossResults(statistics, scalar, scalar)
+
+    def outputs(self, inputs: Inputs, results: LossResults) -> Any:
+        """The loss, and lse if it is wanted; or the statistics."""
+        if results.total is None:
+            return tuple(each for each in results.statistics if each is not None)
+        loss = reduced(inputs, results.total, results.count)
+        return (loss, results.statistics[0]) if inputs.return_lse else loss
+
+    def cotangents(self, inputs: Inputs, residuals: LossResults, cotangents: tuple[Any, ...]) -> LossResults:
+        """Selects those of the statistics, or of lse, the sum of the losses and that of the weights."""
+        if residuals.total is None:
+            first, second, *third = cotangents
+            return LossResults((first, second, third[0] if third else None))
+        of_loss, *of_lse = cotangents
+        return LossResults((of_lse[0] if of_lse else None, None, None), *of_sums(inputs, residuals, of_loss))
+
+    def partitioning(self, inputs: Inputs) -> Partitioning | None:
+        """Splits by tokens, as in the types of the arrays by token."""
+        return split_by_tokens(inputs)
+
+    def sampled(self, inputs: Inputs, key: jax.Array) -> Inputs:
+        """Normal arrays, and logits of about 1."""
+        # Otherwise a token's largest logit has all the probability, and nothing else would be checked.
+        found = super().sampled(inputs, key)
+        matrices = {name: (found.arrays[name], max(found.arrays[x].shape[-1], 1) ** -0.5) for x, name in inputs.heads}
+        return found.replace(**{name: (x * scale).astype(x.dtype) for name, (x, scale) in matrices.items()})
+
+    def flops(self, inputs: Inputs, direction: Direction) -> float:
+        """FLOPs of a matmul for each head; backward of three for the first, and of one for others, which are constant.
+
+        Of gradients that the forward pass computes, too: a program that does not use them does not have them, and these
+        are the FLOPs by which a rate is computed, whichever form the gradients have.
+        """
+        first, *others = (2.0 * inputs.tokens * inputs.vocab * x.shape[-1] for x, _ in inputs.head_arrays)
+        return sum(others, first if direction == "forward" else 3 * first)
+
+    def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
+        """Nothing: no token may count."""
+        return Cost(0.0, 0.0)
+
+
+def logits_of(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, inputs: VocabularyInputs, dtype: DTypeLike
+) -> Any:
+    """``[*tokens, vocab]`` in memory, after the soft cap, for an oracle."""
+    logits = jnp.matmul(x.astype(dtype), weight.astype(dtype).T if inputs.vocab_first else weight.astype(dtype))
+    logits = logits if bias is None else logits + bias.astype(dtype)
+    cap = inputs.logits_soft_cap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
