@@ -239,7 +239,7 @@ def resized(inputs: LossInputs, **sizes: int) -> LossInputs:
     """The structs of a call with other numbers of tokens or classes."""
     struct: Any = jax.ShapeDtypeStruct
     tokens, vocab = (sizes.get(name, getattr(inputs, name)) for name in ("tokens", "vocab"))
-    x, weight = struct((tokens, inputs.d), inputs.x_dtype), struct((inputs.d, vocab), inputs.weight_dtype)
+    x, weight = struct((tokens, inputs.d), inputs.x.dtype), struct((inputs.d, vocab), inputs.weight.dtype)
     return inputs.replace(x=x, weight=weight, labels=struct((tokens,), jnp.int32))
 
 

@@ -157,14 +157,6 @@ class LossInputs(VocabularyInputs):
     def d(self) -> int:
         return self.x.shape[-1]
 
-    @functools.cached_property
-    def x_dtype(self) -> np.dtype:
-        return np.dtype(self.x.dtype)
-
-    @functools.cached_property
-    def weight_dtype(self) -> np.dtype:
-        return np.dtype(self.weight.dtype)
-
 
 class KlInputs(VocabularyInputs):
     """A call of the divergence after ``prepare``.

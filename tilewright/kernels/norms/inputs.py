@@ -6,7 +6,6 @@ import math
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from jaxtyping import Array, Float
 
 from tilewright.kernels.op.inputs import OpInputs, static
@@ -39,12 +38,8 @@ class NormInputs(OpInputs):
         return self.x.shape[-1]
 
     @functools.cached_property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self.x.dtype)
-
-    @functools.cached_property
     def row_bytes(self) -> int:
-        return self.columns * self.dtype.itemsize
+        return self.columns * self.x.dtype.itemsize
 
 
 @jax.tree_util.register_dataclass

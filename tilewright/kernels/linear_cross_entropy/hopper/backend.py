@@ -44,11 +44,11 @@ class HopperLinearCrossEntropy(BlockedCrossEntropy[HopperLossParams, HopperLossB
         if not inputs.vocab_first:
             sizes["vocab"] = inputs.vocab
         reasons = device_reasons(device)
-        dtypes = {"x": inputs.x_dtype, "weight": inputs.weight_dtype}
+        dtypes = {"x": inputs.x.dtype, "weight": inputs.weight.dtype}
         reasons += operand_reasons(dtypes, "float32", sizes)
         if inputs.is_distributed:
             reasons.append("XLA may split the tokens over devices, and would gather them for its kernels")
-        if (direction == "backward" or inputs.keeps_gradients) and inputs.x_dtype.name == "float16":
+        if (direction == "backward" or inputs.keeps_gradients) and inputs.x.dtype.name == "float16":
             reasons.append("small gradients of logits would be zeros in float16")
         if inputs.vocab < STORE_MULTIPLE:
             reasons.append(f"its kernels store at least {STORE_MULTIPLE} classes, got vocab={inputs.vocab}")
@@ -72,7 +72,7 @@ class HopperLinearCrossEntropy(BlockedCrossEntropy[HopperLossParams, HopperLossB
     ) -> Sequence[Footprint]:
         tiles = [params.statistics, params.gradient] if isinstance(params, HopperLossParams) else [params.gradient]
         # The shape of any array: panels take as much memory as whole tiles.
-        dtype, shape = inputs.x_dtype, (8, 64)
+        dtype, shape = inputs.x.dtype, (8, 64)
         return [dense_plan(dtype, shape, shape, 1, each, dtype).footprint(num_sms(device)) for each in tiles]
 
     def kernels(self, inputs: LossInputs, params: Params) -> HopperLogits:

@@ -41,10 +41,10 @@ class TritonLinearCrossEntropy(BlockedCrossEntropy[TritonLossParams, TritonLossB
 
     def reasons(self, inputs: LossInputs, device: Device, direction: Direction) -> list[str]:
         reasons = unavailable(device)
-        dtypes = {"x": inputs.x_dtype, "weight": inputs.weight_dtype}
+        dtypes = {"x": inputs.x.dtype, "weight": inputs.weight.dtype}
         reasons += [f"{name} must be one of {DTYPES}, got {x}" for name, x in dtypes.items() if x.name not in DTYPES]
-        if inputs.x_dtype != inputs.weight_dtype:
-            reasons.append(f"x and weight must have one dtype, got {inputs.x_dtype} and {inputs.weight_dtype}")
+        if inputs.x.dtype != inputs.weight.dtype:
+            reasons.append(f"x and weight must have one dtype, got {inputs.x.dtype} and {inputs.weight.dtype}")
         if inputs.is_distributed:
             reasons.append("XLA may split the tokens over devices, and would gather them for its kernels")
         if inputs.vocab > MAX_VOCAB:

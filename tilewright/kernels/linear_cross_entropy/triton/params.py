@@ -94,7 +94,7 @@ def tiles(inputs: LossInputs, device: Device) -> list[TritonTile]:
     """Tiles worth measuring, best guess first, with no more rows than there are tokens."""
     unaligned = inputs.d % 32 or (inputs.vocab % 8 and not inputs.vocab_first)
     listed: tuple[tuple[int, ...], ...]
-    if inputs.x_dtype.itemsize == 4:
+    if inputs.x.dtype.itemsize == 4:
         listed = _FLOAT32
     elif unaligned:
         listed = _ODD
@@ -125,7 +125,7 @@ def block_sizes(inputs: LossInputs, *, keep: bool) -> tuple[int, int]:
     the gradient of the matrix if it is not used. Measured of kept gradients alone, where blocks of 16384 classes took
     21 % more time than all 131072.
     """
-    size = jnp.dtype(narrow_dtype(inputs.x_dtype, inputs.weight_dtype)).itemsize
+    size = jnp.dtype(narrow_dtype(inputs.x.dtype, inputs.weight.dtype)).itemsize
     least, tokens = 128 if keep else MIN_TOKENS, MAX_TOKENS
     while tokens > least and tokens * inputs.vocab * size > WORKSPACE:
         tokens //= 2
@@ -167,7 +167,7 @@ def footprints(inputs: LossInputs, params: Params) -> list[Footprint]:
         Footprint(
             blocks=-(-rows // tile.rows) * -(-classes // tile.columns),
             threads=32 * tile.num_warps,
-            shared_bytes=tile.shared_bytes(inputs.x_dtype.itemsize),
+            shared_bytes=tile.shared_bytes(inputs.x.dtype.itemsize),
         )
         for tile, classes in kernels
     ]

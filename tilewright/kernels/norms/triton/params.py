@@ -121,13 +121,13 @@ def footprint(inputs: NormInputs, direction: Direction, params: NormForwardParam
     blocks = -(-inputs.columns // params.block_columns) if params.passes == 1 else 1
     arrays = 3 if inputs.residual is not None else 2
     # The tile in use is in registers; the others wait in shared memory. A reduction takes a float32 of each thread.
-    tile = params.rows_per_program * blocks * params.block_columns * inputs.dtype.itemsize
+    tile = params.rows_per_program * blocks * params.block_columns * inputs.x.dtype.itemsize
     return Footprint(threads=threads, shared_bytes=(params.num_stages - 1) * arrays * tile + 4 * threads)
 
 
 def forward_params(inputs: NormInputs, device: Device) -> NormForwardParams:
     """Heuristic: one 16-byte load per thread for rows of up to 4 KB, two up to 16 KB; more for few or wide rows."""
-    vector, sms = VECTOR_BYTES // inputs.dtype.itemsize, max(device.cores, 1)
+    vector, sms = VECTOR_BYTES // inputs.x.dtype.itemsize, max(device.cores, 1)
     vectors = max(inputs.columns / vector, 1)
     if inputs.row_bytes > MAX_KEPT_BYTES["forward"]:
         return NormForwardParams(1, 32 * 32 * vector, 32, passes=2)
@@ -153,7 +153,7 @@ def forward_params(inputs: NormInputs, device: Device) -> NormForwardParams:
 
 def _block_columns(inputs: NormInputs, rows: int, warps: int) -> int:
     """A block that covers the columns; where padding it to a power of two would idle many threads, one load of each."""
-    block, vector = power_of_two(inputs.columns), VECTOR_BYTES // inputs.dtype.itemsize
+    block, vector = power_of_two(inputs.columns), VECTOR_BYTES // inputs.x.dtype.itemsize
     if block < (1.25 if rows == 1 else 1.5) * inputs.columns:
         return block
     return min(block, max(32 * warps * vector // rows, 16))
@@ -161,7 +161,7 @@ def _block_columns(inputs: NormInputs, rows: int, warps: int) -> int:
 
 def backward_params(inputs: NormInputs, device: Device) -> NormBackwardParams:
     """Heuristic: tiles of 16 KB of x for each SM, in one program or several, and as many stages as memory needs."""
-    size, sms = inputs.dtype.itemsize, max(device.cores, 1)
+    size, sms = inputs.x.dtype.itemsize, max(device.cores, 1)
     if inputs.row_bytes > MAX_KEPT_BYTES["backward"]:
         return _balanced(NormBackwardParams(1, 2048 // size, sms, 2, 2, passes=2), inputs, sms)
     per_sm = min(power_below(8192 / inputs.row_bytes), 8)
@@ -226,7 +226,7 @@ def _distance(best: NormForwardParams | NormBackwardParams, params: NormForwardP
 
 def _forward_candidates(inputs: NormInputs) -> Iterator[NormForwardParams]:
     """Params with one to eight loads of each thread, and with two passes for rows beyond 16 KB."""
-    vector = VECTOR_BYTES // inputs.dtype.itemsize
+    vector = VECTOR_BYTES // inputs.x.dtype.itemsize
     for rows, warps in itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32)):
         if rows > 1 and inputs.rows <= rows:
             continue
@@ -240,7 +240,7 @@ def _forward_candidates(inputs: NormInputs) -> Iterator[NormForwardParams]:
 
 def _backward_candidates(inputs: NormInputs, device: Device) -> Iterator[NormBackwardParams]:
     """Params with other tiles, programs per SM, warps and stages."""
-    sms, size = max(device.cores, 1), inputs.dtype.itemsize
+    sms, size = max(device.cores, 1), inputs.x.dtype.itemsize
     if inputs.row_bytes <= MAX_KEPT_BYTES["backward"]:
         for rows, per_sm, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32)):
             sm_bytes = rows * per_sm * inputs.row_bytes
