@@ -22,7 +22,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.cudnn.backend import CudnnBackwardParams, CudnnForwardParams
 from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams
-from tilewright.kernels.op.choice import Choice, PerDirection, Platform
+from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops import find_labels_in_lowered
 
@@ -39,13 +39,9 @@ DROPOUT_SEED = 20261121
 OWN_PLATFORMS = ("pallas", "cuda", "xla")
 """Ours that can be measured beside each other."""
 
-OWN_ALGORITHMS = {
-    "cuda:cudnn": PerDirection(
-        Choice(Platform.CUDA, "cudnn", CudnnForwardParams()), Choice(Platform.CUDA, "cudnn", CudnnBackwardParams())
-    ),
-    "cuda:fa4": PerDirection(
-        Choice(Platform.CUDA, "fa4", Fa4ForwardParams()), Choice(Platform.CUDA, "fa4", Fa4BackwardParams())
-    ),
+OWN_LIBRARIES = {
+    "cudnn": PerDirection(Choice("cudnn", CudnnForwardParams()), Choice("cudnn", CudnnBackwardParams())),
+    "fa4": PerDirection(Choice("fa4", Fa4ForwardParams()), Choice("fa4", Fa4BackwardParams())),
 }
 """Libraries that we call and that share their platform with other backends: their own choices of tiles."""
 
@@ -424,7 +420,7 @@ def peers(platform: str | None) -> dict[str, Peer]:
         *(JaxPeer(f"{OURS} {own}", functools.partial(_ours, own), EVERYTHING) for own in OWN_PLATFORMS),
         *(
             JaxPeer(f"{OURS} {own}", functools.partial(ours_with, cfg), EVERYTHING)
-            for own, cfg in OWN_ALGORITHMS.items()
+            for own, cfg in OWN_LIBRARIES.items()
         ),
     ]
     return {peer.name: peer for peer in listed}

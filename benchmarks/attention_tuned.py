@@ -61,7 +61,7 @@ def contenders(call: TunedCall) -> dict[str, Candidate]:
     times = {c.config: c.time_ms for c in call.candidates if c.eligible and c.time_ms is not None}
     for each in sorted((c for c in call.candidates if c.config in times), key=lambda c: times[c.config]):
         if times[each.config] <= NEAR * min(times.values()):
-            found.setdefault(each.config.implementation, each)
+            found.setdefault(each.config.backend, each)
     return found
 
 

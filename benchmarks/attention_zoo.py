@@ -14,7 +14,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import math
 import multiprocessing
 import os
@@ -58,14 +57,14 @@ from benchmarks.attention_peers import (
 from benchmarks.attention_tuned import invocation
 from benchmarks.attention_zoo_cases import GROUPS, ZooProblem
 from benchmarks.attention_zoo_report import FA4, TUNED, markdown, row_of, text
-from benchmarks.common import RESULTS, device_name, environment
+from benchmarks.common import RESULTS, device_name, environment, recorded
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.ops import Autotuner, ConfigCache, ConfigSelectorChain, Tuner
 from tilewright.ops.lowering.labels import is_call_label, parse_label
 from tilewright.ops.tuning.device_lock import device_lock_on
 from tilewright.ops.utils.device import current_device
 
-PEERS = (OURS, "cudnn", "tokamax", "xla", FA4, f"{OURS} pallas", f"{OURS} cuda:cudnn")
+PEERS = (OURS, "cudnn", "tokamax", "xla", FA4, f"{OURS} pallas", f"{OURS} cudnn")
 """Those measured by default: ours, the peers, and our own backends one by one, for the regret."""
 
 MAX_LOGIT_BYTES = 2 << 30
@@ -185,7 +184,7 @@ def served_by(labels: Sequence[str], direction: Direction) -> dict[str, str]:
     for label in filter(is_call_label, labels):
         call = parse_label(label)
         if call.direction == direction and isinstance(call.config, Choice):
-            return {"backend": call.config.implementation, "config": str(call.config), "step": call.step}
+            return {"backend": call.config.backend, "config": str(call.config), "step": call.step}
     return {}
 
 
@@ -392,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = chosen.out or RESULTS / device_name() / "attention_zoo.json"
     if not chosen.report:
         run(chosen, out, start + chosen.budget)
-    found = json.loads(out.read_text())
+    found = recorded(out)
     print(text(found))
     if chosen.markdown is not None:
         chosen.markdown.write_text(markdown(found))

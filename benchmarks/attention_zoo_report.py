@@ -12,11 +12,11 @@ from typing import Any
 
 from benchmarks.attention_peers import OURS
 
-FA4 = f"{OURS} cuda:fa4"
+FA4 = f"{OURS} fa4"
 TUNED = f"{OURS} tuned"
 """Ours with the winner of a tuning."""
 
-LIBRARIES = ("cuda:cudnn", "cuda:fa4")
+LIBRARIES = ("cudnn", "fa4")
 """Backends of ours that call another library's kernels: a cell that one of them serves is not our merit."""
 
 NEAR = 0.95

@@ -133,13 +133,11 @@ def of_jax(case: Sizes, kind: str, structs: Sequence[Any], peers: bool) -> tuple
     lhs, rhs, sizes, _ = structs
     inputs = MatmulInputs(lhs, rhs, "bfloat16", group_sizes=sizes)
     found: dict[str, Any] = {"dense": dense(kind)}
-    for lazy in GroupedMatmul().implementations:
-        name = f"tilewright {lazy.where.rpartition(':')[2]}"
-        if lazy.load_error:
-            declined[name] = lazy.load_error
+    for each in GroupedMatmul().backends:
+        name, backend = f"tilewright {each.name}", each.backend
+        if backend is None:
+            declined[name] = each.error
             continue
-        backend = lazy.load()
-        name = f"tilewright {backend.platform}" + (f":{backend.algorithm}" if backend.algorithm else "")
         if reasons := backend.not_supported_reasons(inputs, device, way):
             declined[name] = "; ".join(reasons)
             continue

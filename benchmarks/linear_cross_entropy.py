@@ -73,19 +73,18 @@ def forms(case: LinearCrossEntropyCase) -> tuple[dict[str, Any], dict[str, str]]
     device = current_device()
     found: dict[str, Any] = {}
     declined: dict[str, str] = {}
-    for lazy in LinearCrossEntropy().implementations:
-        if lazy.load_error:
-            declined[lazy.where] = lazy.load_error
+    for each in LinearCrossEntropy().backends:
+        name, backend = f"tilewright {each.name}", each.backend
+        if backend is None:
+            declined[name] = each.error
             continue
-        backend = lazy.load()
-        name = f"tilewright {backend.platform}"
         if reasons := backend.not_supported_reasons(inputs, device, "forward"):
             declined[name] = "; ".join(reasons)
             continue
-        forward = Choice(backend.platform, None, backend.heuristic(inputs, device, "forward"))
+        forward = Choice(backend.name, backend.heuristic(inputs, device, "forward"))
         for params in backend.candidates(inputs, device, "backward"):
             form = f"{name}, {'recomputed' if params.recompute else 'kept'}"
-            found.setdefault(form, PerDirection(forward, Choice(backend.platform, None, params)))
+            found.setdefault(form, PerDirection(forward, Choice(backend.name, params)))
     return found, declined
 
 

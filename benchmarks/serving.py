@@ -28,7 +28,7 @@ from benchmarks.common import record, usable_cores
 from benchmarks.products_and_bytes import data_for, products_and_bytes
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import kernel
-from tilewright.kernels.op.choice import Choice, Platform
+from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.paged_attention.cases import ServingCase
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
@@ -130,9 +130,9 @@ def ours(work: Work, platform: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: op(*args, **kwargs, platform=platform)
 
 
-def candidate(work: Work, platform: Platform, params: Any) -> Callable[..., Any]:
+def candidate(work: Work, backend: str, params: Any) -> Callable[..., Any]:
     op = kernel(work.cell.op)
-    return lambda *args, **kwargs: op(*args, **kwargs, cfg=Choice(platform, None, params))
+    return lambda *args, **kwargs: op(*args, **kwargs, cfg=Choice(backend, params))
 
 
 _IMPORTING = threading.Lock()
@@ -320,16 +320,16 @@ def sweep_of(work: Work) -> dict[str, Callable[[], Call]]:
     device, inputs = current_device(), work.inputs
     backends = (TritonPagedAttention(), PallasGpuPagedAttention(), PallasGpuPackedAttention(), CudaPackedAttention())
     every = {
-        (backend.platform, params): None
+        (backend.name, params): None
         for backend in backends
         if not backend.not_supported_reasons(inputs, device, "forward")
         for params in (backend.heuristic(inputs, device, "forward"), *backend.candidates(inputs, device, "forward"))
     }
     return {
-        str(params): lambda platform=platform, params=params: Call(  # type: ignore[misc]
-            jax.jit(functools.partial(candidate(work, platform, params), **work.keywords)), work.positional
+        str(params): lambda backend=backend, params=params: Call(  # type: ignore[misc]
+            jax.jit(functools.partial(candidate(work, backend, params), **work.keywords)), work.positional
         )
-        for platform, params in every
+        for backend, params in every
     }
 
 

@@ -5,7 +5,6 @@ python -m benchmarks.speed_picture   # reads benchmarks/results/, writes docs/pi
 The text of the SVG depends only on the records, so a test compares it with the committed file.
 """
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,11 +12,11 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from benchmarks.attention_peers import DIRECTIONS, OURS
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, recorded
 
 PICTURE = RESULTS.parent.parent / "docs" / "pictures" / "attention_h100.svg"
 FOLDER = "nvidia-h100-80gb-hbm3"
-FA4 = "cuda:fa4"
+FA4 = "fa4"
 
 CASES = {
     "full_4k_d128": ("full", "4 × 4096", "d 128"),
@@ -43,9 +42,7 @@ SCALE = 800  # the upper end of both axes, TFLOP/s
 
 def records(results: Path = RESULTS) -> tuple[dict[str, Any], dict[str, Any]]:
     """The record of ours, cuDNN and tokamax, and the one that has FlashAttention-4."""
-    beside, tuned = (
-        json.loads((results / FOLDER / f"{name}.json").read_text()) for name in ("attention", "attention_tuned")
-    )
+    beside, tuned = (recorded(results / FOLDER / f"{name}.json") for name in ("attention", "attention_tuned"))
     return beside, tuned
 
 

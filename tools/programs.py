@@ -104,7 +104,7 @@ def sampled(configs: Sequence[Any], most: int) -> list[Any]:
     """The configs of each implementation; at most ``most`` of them, evenly spread, with the first and the last."""
     by_implementation: dict[str, list[Any]] = {}
     for config in configs:
-        by_implementation.setdefault(str(getattr(config, "implementation", "")), []).append(config)
+        by_implementation.setdefault(str(getattr(config, "backend", "")), []).append(config)
     found = []
     for each in by_implementation.values():
         count = min(len(each), most)

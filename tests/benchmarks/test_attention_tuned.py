@@ -9,7 +9,7 @@ import pytest
 import tilewright
 from benchmarks.attention import SMOKE_CASES, chosen_cases
 from benchmarks.attention_tuned import behind, contenders, invocation, main
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, recorded
 from tilewright.kernels.flash_attention.xla.backend import FwdParams
 from tilewright.kernels.op.choice import Choice
 from tilewright.ops import ConfigSelectorChain
@@ -54,8 +54,8 @@ def test_nothing_starts_when_the_time_is_over(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "record.json").read_text())["cells"] == []
 
 
-def candidate(platform: str, block: int, ms: float, **fields: object) -> Candidate:
-    return Candidate(Choice(platform, None, FwdParams(q_blocksize=block)), (ms,), **fields)
+def candidate(backend: str, block: int, ms: float, **fields: object) -> Candidate:
+    return Candidate(Choice(backend, FwdParams(q_blocksize=block)), (ms,), **fields)
 
 
 def test_contenders_are_the_best_of_every_implementation_that_came_near() -> None:
@@ -64,12 +64,12 @@ def test_contenders_are_the_best_of_every_implementation_that_came_near() -> Non
         candidate("xla", 2, 0.85),
         candidate("cuda", 1, 0.8),
         candidate("cuda", 2, 0.7, error="wrong"),
-        candidate("pallas", 1, 0.6),
+        candidate("hopper", 1, 0.6),
         candidate("triton", 1, 1.0),
     )
     call = TunedCall("op", "forward", "{}", "", candidates, 4)
     found = {name: each.config.params.q_blocksize for name, each in contenders(call).items()}
-    assert found == {"tuned": 1, "default": 1, "pallas": 1, "cuda": 1, "xla": 2}
+    assert found == {"tuned": 1, "default": 1, "hopper": 1, "cuda": 1, "xla": 2}
 
 
 @pytest.mark.parametrize(("over", "single", "said"), [(1.0, 1.019, False), (1.03, 1.0, True), (None, 1.03, True)])
@@ -88,7 +88,7 @@ REMOVED = "d72_4k"
     ("device_kind", "name"), [("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"), ("NVIDIA H200", "h200")]
 )
 def test_what_ships_is_what_the_recorded_run_found(device_kind: str, name: str) -> None:
-    record = json.loads((RESULTS / f"nvidia-{name}" / "attention_tuned.json").read_text())
+    record = recorded(RESULTS / f"nvidia-{name}" / "attention_tuned.json")
     found = AutotuningResult.from_json(files("tilewright").joinpath("tables", f"nvidia-{name}.json").read_text())
     winners = {entry.key: entry.winner.config for entry in found}
     chain = ConfigSelectorChain()
@@ -100,7 +100,7 @@ def test_what_ships_is_what_the_recorded_run_found(device_kind: str, name: str) 
             # ``ahead`` is younger than the records; what was measured then is its default.
             winner = str(winners.pop(inv.key)).replace(", ahead=True", "")
             was_removed = cell["case"] == REMOVED and cell["tuned_config"] == "cuda()"
-            assert winner == ("cuda:cudnn()" if was_removed else cell["tuned_config"])
+            assert winner == ("cudnn()" if was_removed else cell["tuned_config"])
             choice = chain.lookup(inv)
             assert choice.step == "shipped", (cell["case"], cell["direction"], choice)
     assert not winners

@@ -193,10 +193,10 @@ def test_a_lock_file_needs_what_its_decisions_name(nvcc, tmp_path):
         (
             (1, 256, 2, 320),
             "forward",
-            Choice("cuda", None, cuda.CudaForwardParams("fmha_hopperF_bf16_64x64_k512_halves")),
+            Choice("cuda", cuda.CudaForwardParams("fmha_hopperF_bf16_64x64_k512_halves")),
         ),
-        ((1, 256, 2, 128), "backward", Choice("cuda", None, cuda.CudaBackwardParams(None, True))),
-        ((1, 256, 2, 64), "forward", Choice("xla", None, None)),
+        ((1, 256, 2, 128), "backward", Choice("cuda", cuda.CudaBackwardParams(None, True))),
+        ((1, 256, 2, 64), "forward", Choice("xla")),
     )
     lock.save("lock.json")
     assert "2 of 2 built now" in invoke("--lock", "lock.json").output
@@ -208,7 +208,7 @@ def test_a_lock_file_needs_what_its_decisions_name(nvcc, tmp_path):
 
 def test_decisions_on_what_is_not_here_are_passed_over(nvcc, tmp_path):
     params = cuda.CudaForwardParams("fmha_hopperF_bf16_64x64_k512_halves")
-    known = lock_of(((1, 256, 2, 320), "forward", Choice("cuda", None, params))).decisions[0]
+    known = lock_of(((1, 256, 2, 320), "forward", Choice("cuda", params))).decisions[0]
     others = [
         Decision("another_op", "forward", "", known.key.replace('"op":"flash_attention"', '"op":"another_op"'), {}, ""),
         Decision("flash_attention", "forward", "", known.key.replace('"version":"1"', '"version":"0"'), {}, ""),

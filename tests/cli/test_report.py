@@ -18,7 +18,7 @@ from tests.support.command_line import invoke
 from tilewright.cli import main
 from tilewright.cli.report.calls import ReportedCall, calls_of_cache
 from tilewright.cli.report.page import MAX_MESSAGE, render, visible
-from tilewright.kernels.op.choice import Choice, Platform
+from tilewright.kernels.op.choice import Choice
 from tilewright.ops import AutotuningResult, Candidate, FwdParams, PersistentCache, TunedCall
 from tilewright.ops.config.persistent import Entry
 from tilewright.ops.utils.device import current_device
@@ -29,7 +29,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def config(block):
-    return Choice(Platform.XLA, None, FwdParams(q_blocksize=block, kv_blocksize=64))
+    return Choice("xla", FwdParams(q_blocksize=block, kv_blocksize=64))
 
 
 FIELD = (
@@ -306,7 +306,7 @@ def test_large_results_stay_small():
 def large_field(seed):
     """300 candidates: 60 of each of four implementations, 40 failures of two kinds, 20 that were not measured."""
     times = [1 + (seed * 7 + i * 37) % 240 / 100 for i in range(240)]
-    names = ("pallas", "cuda", "cuda:cudnn", "xla")
+    names = ("hopper", "cuda", "cudnn", "xla")
     field = [
         Candidate(f"{names[i % 4]} block={i}", tuple(t + j / 50 for j in range(5)), "passed", heuristic=i == 0)
         for i, t in enumerate(times)
@@ -315,7 +315,7 @@ def large_field(seed):
         Candidate(f"cuda variant=v{i}", (), "failed", f"[0]: largest error {i}.5e-03, {i + 1} elements")
         for i in range(20)
     ]
-    field += [Candidate(f"pallas rows={i}", (), error=f"RuntimeError: out of memory: {i} bytes") for i in range(20)]
+    field += [Candidate(f"hopper rows={i}", (), error=f"RuntimeError: out of memory: {i} bytes") for i in range(20)]
     field += [
         Candidate(f"xla rows={i}", (), "dropped", f"it takes {i}.5 ms at the least, and another took 1 ms")
         for i in range(20)
@@ -343,7 +343,7 @@ class TestOfManyCandidates:
             measured = sorted(field[:240], key=lambda c: c.time_ms)
             assert [row[1] for row in rows] == [measured[int(row[0]) - 1].config for row in rows]
             shown = {row[1] for row in rows}
-            for name in ("pallas", "cuda", "cuda:cudnn", "xla"):
+            for name in ("hopper", "cuda", "cudnn", "xla"):
                 mine = [c.config for c in measured if c.config.split()[0] == name]
                 assert set(mine[:7]) <= shown
             assert {field[0].config, field[1].config, measured[0].config} <= shown  # default, chosen, fastest

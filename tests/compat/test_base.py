@@ -58,10 +58,10 @@ def test_a_file_may_name_it_before_it_is_imported(name: str) -> None:
 @pytest.mark.parametrize(
     ("config", "direction", "chosen"),
     [
-        (base.KernelConfig(block_q=32), "forward", Choice("cuda", None, FwdParams(q_blocksize=32, **OTHERS))),
-        (base.KernelConfig(block_q=32), "backward", Choice("xla", None, BwdParams(q_blocksize=32, **OTHERS))),
-        (base.KernelConfig(platform="xla"), "forward", Choice("xla", "other", FwdParams(q_blocksize=128, **OTHERS))),
-        (base.KernelConfig(algorithm="other"), "forward", Choice("xla", "other", FwdParams(q_blocksize=128, **OTHERS))),
+        (base.KernelConfig(block_q=32), "forward", Choice("cuda", FwdParams(q_blocksize=32, **OTHERS))),
+        (base.KernelConfig(block_q=32), "backward", Choice("xla", BwdParams(q_blocksize=32, **OTHERS))),
+        (base.KernelConfig(platform="xla"), "forward", Choice("other", FwdParams(q_blocksize=128, **OTHERS))),
+        (base.KernelConfig(algorithm="other"), "forward", Choice("other", FwdParams(q_blocksize=128, **OTHERS))),
         (base.KernelConfig(platform="triton"), "forward", None),
         (base.KernelConfig(platform="xla", algorithm="none"), "backward", None),
     ],
@@ -70,10 +70,10 @@ def test_the_first_backend_that_takes_block_sizes_gets_them(
     config: base.KernelConfig, direction: Direction, chosen: Choice | None
 ) -> None:
     choices = [
-        (Choice("triton"), int),
-        (Choice("cuda"), FwdParams),
-        (Choice("xla"), BwdParams),
-        (Choice("xla", "other"), FwdParams),
+        (Choice("triton"), base.Platform.TRITON, int),
+        (Choice("cuda"), base.Platform.CUDA, FwdParams),
+        (Choice("xla"), base.Platform.XLA, BwdParams),
+        (Choice("other"), base.Platform.XLA, FwdParams),
     ]
     inv = Invocation(Product(), operands((2, 2), (2, 2)), direction=direction)
     if chosen is not None:

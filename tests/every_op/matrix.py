@@ -40,7 +40,7 @@ class OpCall:
     @property
     def platforms(self) -> set[Platform]:
         """Those that the op has implementations for."""
-        return {each.load().platform for each in self.kernel.implementations if not each.load_error}
+        return {each.platform for each in self.kernel.backends.usable}
 
     def on_arrays(self, **more: Any) -> tuple[Callable[..., Any], list[Any]]:
         """The call as a function of its arrays, and these."""
@@ -92,4 +92,4 @@ def every_op() -> tuple[str, ...]:
 def choices(call: OpCall, direction: str = "forward") -> Iterator[Choice]:
     """What every implementation that can serve a call would run it with on the device in force."""
     inv = call.invocation(direction)
-    yield from {choice.implementation: choice for choice in call.kernel._by_preference(inv)}.values()
+    yield from {choice.backend: choice for choice in call.kernel._by_preference(inv)}.values()

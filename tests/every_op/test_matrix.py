@@ -219,8 +219,8 @@ def test_explain_says_what_runs_and_why_nothing_else_does(op):
     assert [(each.op, each.direction) for each in explanation] == [(op, direction) for direction in directions]
     for each in explanation:
         reasons = call.kernel.reasons(call.invocation(each.direction))
-        assert each.choice.config.implementation in reasons
-        for name in reasons.keys() - {each.choice.config.implementation}:
+        assert each.choice.config.backend in reasons
+        for name in reasons.keys() - {each.choice.config.backend}:
             assert name in str(explanation)
 
 

@@ -39,10 +39,10 @@ def test_it_is_explained_and_lowered(op: str, name: str):
     for each in explained.values():
         assert f'"{DEVICES[name].replace("cuda", "gpu")}:{name}' in each.choice.key
         assert each.step == "heuristic"
-        implementation = each.config.implementation
-        assert implementation == "xla" if DEVICES[name] == "tpu" else implementation in ("pallas", "triton", "xla")
+        backend = each.config.backend
+        assert backend == "xla" if DEVICES[name] == "tpu" else backend in ("hopper", "triton", "xla")
         if "H200" not in name:
-            assert implementation != "pallas"
+            assert backend != "hopper"
 
 
 @pytest.mark.parametrize("op", every_op())
@@ -53,7 +53,7 @@ def test_explaining_takes_neither_a_plugin_nor_a_compiler(op: str):
     function, arrays = called.on_arrays(platform=("triton", "xla"))
     with tilewright.target_device("NVIDIA A100-SXM4-80GB"):
         (call,) = tilewright.explain(function, *abstract(arrays))
-    assert call.config.implementation == ("triton" if "triton" in called.platforms else "xla")
+    assert call.config.backend == ("triton" if "triton" in called.platforms else "xla")
 
 
 @pytest.mark.parametrize("op", every_op())

@@ -44,13 +44,13 @@ def lowered_text(function, arrays):
     """What a call is lowered to on the target, without what differs by nature: locations and labels."""
     lowered = jax.jit(function).lower(*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
     labels = [parse_label(text) for text in find_labels_in_lowered(lowered) if is_call_label(text)]
-    return lowered.as_text(), [(label.direction, label.config.implementation) for label in labels]
+    return lowered.as_text(), [(label.direction, label.config.backend) for label in labels]
 
 
 def every_implementation_lowers(call):
     """Lowers a call by each implementation that can serve it on the device in force; returns their names."""
     directions = ("forward", "backward") if call.differentiable else ("forward",)
-    found = {direction: {c.implementation: c for c in choices(call, direction)} for direction in directions}
+    found = {direction: {c.backend: c for c in choices(call, direction)} for direction in directions}
     for name, choice in found["forward"].items():
         cfg = choice
         if call.differentiable:
@@ -75,7 +75,7 @@ def test_on_an_h100_the_same_program_is_lowered(op, dtype, without_builds):
     assert wide_ran == ran
     assert len(WIDE.findall(wide_text)) == len(WIDE.findall(text))
     if op == "flash_attention" and dtype == "bfloat16":
-        assert ran == [("forward", "pallas"), ("backward", "pallas")]
+        assert ran == [("forward", "hopper"), ("backward", "hopper")]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,7 +101,7 @@ def test_arrays_that_are_float64_by_default_do_not_keep_a_call_from_the_gpu():
         with tilewright.target_device("NVIDIA H100 80GB HBM3"):
             lowered = jax.jit(jax.grad(step, argnums=(0, 1, 2))).lower(q, bias, sinks)
         labels = [parse_label(text) for text in find_labels_in_lowered(lowered) if is_call_label(text)]
-        assert [label.config.implementation for label in labels] == ["pallas", "pallas"]
+        assert [label.config.backend for label in labels] == ["hopper", "hopper"]
         arrays = [jnp.ones(x.shape, x.dtype) for x in (q, bias, sinks)]
         gradients = jax.grad(step, argnums=(0, 1, 2))(*arrays)
         assert [x.dtype for x in gradients] == [jnp.bfloat16, jnp.float64, jnp.float64]

@@ -114,6 +114,6 @@ def test_a_platform_that_cannot_says_why():
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in symbols("b", "n", "m")]
     with tilewright.target_device("NVIDIA H100 80GB HBM3"):
         chosen = export.export(jax.jit(lambda *x: flash_attention(*x)), platforms=["cuda"])(*shapes)
-        with pytest.raises(UnsupportedError, match="pallas: its programs are for given shapes, got symbolic"):
+        with pytest.raises(UnsupportedError, match="hopper: its programs are for given shapes, got symbolic"):
             export.export(jax.jit(lambda *x: flash_attention(*x, platform="pallas")), platforms=["cuda"])(*shapes)
     assert "flash_attention" in chosen.mlir_module()

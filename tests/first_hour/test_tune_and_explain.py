@@ -84,8 +84,8 @@ def test_explain_takes_it_and_says_what_would_run(name, capsys):
     explained = tilewright.explain(function, *args, **kwargs)
     assert [call.direction for call in explained] == directions
     assert {call.op for call in explained} == {"flash_attention"}
-    assert all(call.config.implementation == "xla" and call.step == "heuristic" for call in explained)
-    assert all("pallas" in call.choice.rejected for call in explained)
+    assert all(call.config.backend == "xla" and call.step == "heuristic" for call in explained)
+    assert all("hopper" in call.choice.rejected for call in explained)
     assert capsys.readouterr().out == ""
 
 
@@ -105,7 +105,7 @@ def test_what_explain_returns_prints_well():
     text, page = str(explained), explained._repr_html_()
     assert text.count("flash_attention forward: xla") == text.count("flash_attention backward: xla") == 1
     assert "f32[1,32,2,8]" in text
-    assert "not pallas: needs a GPU of compute capability 9.0" in text
+    assert "not hopper: needs a GPU of compute capability 9.0" in text
     assert page.count("<tr>") == 3
     assert "needs a GPU of compute capability" in page
     assert repr(explained) == text

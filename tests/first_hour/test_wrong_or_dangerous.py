@@ -71,8 +71,8 @@ def test_a_machine_without_cudnn_runs_every_other_backend(without_cudnn):
     with tilewright.target_device("NVIDIA H100 80GB HBM3"):
         structs = [jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.bfloat16)] * 3
         explained = default_executor().explain(tilewright.modules.FlashAttention(), *structs, quiet=True)
-    assert explained.config.implementation == "pallas"
-    assert explained.rejected["cuda:cudnn"] == ("its probe failed: RuntimeError: cuDNN not found.",)
+    assert explained.config.backend == "hopper"
+    assert explained.rejected["cudnn"] == ("its probe failed: RuntimeError: cuDNN not found.",)
 
 
 def test_the_drop_in_for_jax_hands_cudnn_calls_to_jax_and_not_to_itself(monkeypatch):

@@ -28,7 +28,7 @@ from tilewright.ops.utils.device import current_device
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
 FORWARD, BACKWARD = CudnnForwardParams(), CudnnBackwardParams()
-BOTH = PerDirection(Choice("cuda", "cudnn", FORWARD), Choice("cuda", "cudnn", BACKWARD))
+BOTH = PerDirection(Choice("cudnn", FORWARD), Choice("cudnn", BACKWARD))
 
 
 @pytest.fixture(autouse=True)

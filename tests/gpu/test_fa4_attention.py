@@ -29,7 +29,7 @@ from tilewright.ops.utils.device import current_device
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
 FORWARD, BACKWARD = Fa4ForwardParams(), Fa4BackwardParams()
-BOTH = PerDirection(Choice("cuda", "fa4", FORWARD), Choice("cuda", "fa4", BACKWARD))
+BOTH = PerDirection(Choice("fa4", FORWARD), Choice("fa4", BACKWARD))
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 

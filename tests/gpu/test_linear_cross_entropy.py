@@ -49,8 +49,8 @@ def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def forms_of_xla() -> list[PerDirection]:
     return [
         PerDirection(
-            Choice("xla", None, XlaLossParams(tokens, vocab)),
-            Choice("xla", None, XlaLossBackwardParams(tokens, vocab, recompute)),
+            Choice("xla", XlaLossParams(tokens, vocab)),
+            Choice("xla", XlaLossBackwardParams(tokens, vocab, recompute)),
         )
         for tokens, vocab, recompute in ((16, 1 << 20, False), (16, 128, True), (None, 128, True))
     ]
@@ -65,7 +65,7 @@ def forms_of(backend: Implementation[Any, Any, Any, Any], inputs: LossInputs, **
     for number, given in enumerate(forward):
         for back in (backward[0], backward[number % len(backward)]):
             both = dataclasses.replace(given, **sizes), dataclasses.replace(back, **sizes)
-            found.append(PerDirection(*(Choice(backend.platform, None, each) for each in both)))
+            found.append(PerDirection(*(Choice(backend.name, each) for each in both)))
     return list(dict.fromkeys(found))
 
 
@@ -165,8 +165,8 @@ def test_more_logits_in_a_block_than_32_bits_count(recompute: bool, one_device: 
     listed = forms_of(TritonLinearCrossEntropy(), inputs, block_tokens=case.tokens, block_vocab=case.vocab)
     cfg = next(each for each in listed if each.backward.params.recompute == recompute)
     xla = PerDirection(
-        Choice("xla", None, XlaLossParams(1024, 1 << 20)),
-        Choice("xla", None, XlaLossBackwardParams(1024, 1 << 20, False)),
+        Choice("xla", XlaLossParams(1024, 1 << 20)),
+        Choice("xla", XlaLossBackwardParams(1024, 1 << 20, False)),
     )
     want, got = (compiled(options, cotangents, each)(*args) for each in (xla, cfg))
     for name, exact in want.items():

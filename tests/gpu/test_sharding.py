@@ -56,7 +56,7 @@ def test_attention(split: str, option: str):
         lowered = jax.jit(step).lower(*placed)
         got = lowered.compile()(*placed)
     labels = [parse_label(text) for text in find_labels_in_lowered(lowered) if is_call_label(text)]
-    assert {label.config.implementation for label in labels} <= {"pallas", "cuda"}
+    assert {label.config.backend for label in labels} <= {"hopper", "cuda"}
     for mine, other in zip(got, wanted, strict=True):
         other = np.asarray(other, np.float32)
         np.testing.assert_allclose(np.asarray(mine, np.float32), other, atol=2.0**-6 * np.abs(other).max())

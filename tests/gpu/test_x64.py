@@ -18,8 +18,8 @@ SIZES = {"flash_attention": {"q_length": 512}}
 @pytest.mark.parametrize("op", every_op())
 def test_every_implementation_computes_what_it_computes_without(op, dtype):
     call = call_of(op, dtype, **SIZES.get(op, {}))
-    forward = {choice.implementation: choice for choice in choices(call)}
-    backward = {c.implementation: c for c in choices(call, "backward")} if call.differentiable else {}
+    forward = {choice.backend: choice for choice in choices(call)}
+    backward = {c.backend: c for c in choices(call, "backward")} if call.differentiable else {}
     for name, choice in forward.items():
         cfg = PerDirection(choice, backward.get(name)) if call.differentiable else choice
         function, arrays = call.training(cfg=cfg)

@@ -16,10 +16,20 @@ from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.op.choice import Choice, Platform
-from tilewright.ops import ConfigCache, ConfigSelectorChain, Executor, Invocation, PersistentCache, overlay_cache
+from tilewright.ops import (
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    Invocation,
+    PersistentCache,
+    from_json,
+    overlay_cache,
+)
 from tilewright.ops.config import persistent
+from tilewright.ops.config.persistent import rebuild_config
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
+from tilewright.ops.utils.serialize import untagged
 
 
 class Narrow(Plain):
@@ -37,12 +47,12 @@ class Narrow(Plain):
 KERNEL = Double(f"{__name__}:Narrow", "Picky")
 X = jnp.ones(5)
 INV = Invocation(KERNEL, (Doubling(X),))
-GOOD = Choice("xla", None, FwdParams(q_blocksize=16))
+GOOD = Choice("xla", FwdParams(q_blocksize=16))
 UNFIT = {
-    "does not fit": Choice("xla", None, FwdParams(q_blocksize=64)),
-    "cannot serve the call": Choice("triton", None, FwdParams(q_blocksize=8)),
-    "is no longer there": Choice("cuda", "gone", FwdParams(q_blocksize=8)),
-    "has params of the other direction": Choice("xla", None, BwdParams(q_blocksize=8)),
+    "does not fit": Choice("xla", FwdParams(q_blocksize=64)),
+    "cannot serve the call": Choice("triton", FwdParams(q_blocksize=8)),
+    "is no longer there": Choice("gone", FwdParams(q_blocksize=8)),
+    "has params of the other direction": Choice("xla", BwdParams(q_blocksize=8)),
     "has no params": Choice("xla"),
     "is no choice": FwdParams(q_blocksize=8),
 }
@@ -91,11 +101,46 @@ def test_the_reason_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "by the step 'disk': params.q_blocksize=64 is above 32" in said
 
 
+@pytest.mark.parametrize(
+    ("platform", "algorithm", "backend"),
+    [
+        ("XLA", None, "xla"),
+        ("XLA", "ragged_dot", "ragged_dot"),
+        ("PALLAS", None, "hopper"),
+        ("TRITON", None, "triton"),
+        ("CUDA", None, "cuda"),
+        ("CUDA", "cudnn", "cudnn"),
+        ("CUDA", "fa4", "fa4"),
+        ("MESH", "ring", "ring"),
+    ],
+)
+def test_choices_of_a_platform_and_an_algorithm_are_read(platform: str, algorithm: str | None, backend: str) -> None:
+    """Versions before 0.2 wrote these in place of a backend's name."""
+    fields = {"platform": {"$enum": "tilewright/registry.Platform", "name": platform}, "algorithm": algorithm}
+    choice = {"$dataclass": "tilewright/portfolio.Choice", "fields": fields | {"params": None}}
+    assert rebuild_config(choice, Choice) == untagged(choice) == Choice(backend)
+    typed = {"platform": platform.lower(), "algorithm": algorithm, "params": None}
+    assert from_json(json.dumps(typed), Choice) == Choice(backend)
+
+
+def test_an_entry_of_a_platform_is_a_hit(tmp_path: Path) -> None:
+    chain, _ = cached("disk", GOOD, tmp_path)
+    (file,) = tmp_path.iterdir()
+    document = json.loads(file.read_text())
+    fields = document["config"]["fields"]
+    assert fields.pop("backend") == "xla"
+    fields |= {"platform": {"$enum": "tilewright/registry.Platform", "name": "XLA"}, "algorithm": None}
+    document["checksum"] = persistent._checksum(document)
+    file.write_text(json.dumps(document))
+    selection = chain.choose(INV)
+    assert (selection.step, selection.config) == ("disk", GOOD)
+
+
 def test_the_platforms_that_the_caller_allows_count(tmp_path: Path) -> None:
     inv = Invocation(Double("Plain", "Picky"), (Doubling(jnp.ones(4), platform=(Platform.TRITON,)),))
     chain = ConfigSelectorChain()
     chain.cache.put(inv.key, GOOD)
-    assert chain.choose(inv).config.platform is Platform.TRITON
+    assert chain.choose(inv).config.backend == "triton"
 
 
 def test_it_is_measured_anew(tmp_path: Path) -> None:
@@ -125,7 +170,7 @@ def test_hopper_configs(params: HopperForwardParams, hit: bool, tmp_path: Path) 
     """What needs more shared memory than there is at head dim 256."""
     with interpret_mosaic():
         inv, disk = attention_call(), PersistentCache(tmp_path)
-        config = Choice("pallas", None, params)
+        config = Choice("hopper", params)
         assert disk.put(inv.key, config, source=inv.kernel.source(config))
         selection = ConfigSelectorChain(persistent=disk).choose(inv)
     assert selection.step == ("disk" if hit else "heuristic")
@@ -136,7 +181,7 @@ def test_hopper_configs_of_other_fields(tmp_path: Path) -> None:
     """What an older version wrote, whose params had another field."""
     with interpret_mosaic():
         inv, disk = attention_call(), PersistentCache(tmp_path)
-        config = Choice("pallas", None, HopperForwardParams(128, 64, 2, False))
+        config = Choice("hopper", HopperForwardParams(128, 64, 2, False))
         assert disk.put(inv.key, config, source=inv.kernel.source(config))
         (file,) = tmp_path.iterdir()
         document = json.loads(file.read_text())

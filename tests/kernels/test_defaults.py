@@ -29,6 +29,7 @@ type Results = tuple[jax.Array, jax.Array]
 
 
 class Xla(Implementation[Inputs, Results, FwdParams, BwdParams]):
+    name = "xla"
     platform = Platform.XLA
 
     def reasons(self, inputs, device, direction):

@@ -88,11 +88,11 @@ def test_the_share_that_grids_keep_busy():
 
 
 def bounds(
-    case: AttentionCase, params: Any, direction: Any = "forward", platform: Any = "pallas", **changes: Any
+    case: AttentionCase, params: Any, direction: Any = "forward", backend: str = "hopper", **changes: Any
 ) -> float:
     """The least time of a config over that of the call."""
     inv = dataclasses.replace(invocation(case, direction), **changes)
-    return KERNEL.config_bound_ms(inv, Choice(platform, None, params)) / KERNEL.time_bound_ms(inv)
+    return KERNEL.config_bound_ms(inv, Choice(backend, params)) / KERNEL.time_bound_ms(inv)
 
 
 ONE_HEAD = AttentionCase("", 1, 1024, heads=1, head_dim=128, dtype="bfloat16")
@@ -127,9 +127,9 @@ def test_cuda_says_the_grids_of_its_forward_variants():
     wide = dataclasses.replace(ONE_HEAD, head_dim=512)
     calls = ((wide, hopper, 64), (ONE_HEAD, ampere, ampere.tile.queries), (ONE_HEAD, cutlass, 32))
     for case, variant, queries in calls:
-        share = bounds(case, CudaForwardParams(variant.name), platform="cuda")
+        share = bounds(case, CudaForwardParams(variant.name), backend="cuda")
         assert share == pytest.approx(132 / (1024 // queries))
-    assert bounds(ONE_HEAD, CudaForwardParams(), platform="cuda") == 1.0
+    assert bounds(ONE_HEAD, CudaForwardParams(), backend="cuda") == 1.0
 
 
 def test_what_is_not_known_bounds_nothing():
@@ -164,7 +164,7 @@ def test_no_config_that_was_measured_would_have_been_dropped():
     for case, params, rate in swept():
         inv = invocation(case)
         flops = KERNEL.cost(inv).flops
-        bound = KERNEL.config_bound_ms(inv, Choice("pallas", None, params))
+        bound = KERNEL.config_bound_ms(inv, Choice("hopper", params))
         seen.setdefault(case.name, []).append((bound, flops / rate / 1e9))
     assert sum(map(len, seen.values())) > 40
     for name, measured in seen.items():

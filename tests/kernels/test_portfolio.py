@@ -11,6 +11,8 @@ import pytest
 
 from tilewright.compat.base import KernelConfig
 from tilewright.errors import UnsupportedError
+from tilewright.kernels import OPS
+from tilewright.kernels import kernel as kernel_of
 from tilewright.kernels.op.backend import Implementation, lazy
 from tilewright.kernels.op.choice import Choice, PerDirection, Platform
 from tilewright.kernels.op.inputs import OpInputs
@@ -29,6 +31,7 @@ class Doubling(OpInputs):
 
 
 class Plain(Implementation):
+    name = "xla"
     platform = Platform.XLA
 
     serves = frozenset({"y"})
@@ -51,6 +54,7 @@ class Plain(Implementation):
 
 
 class Picky(Plain):
+    name = "triton"
     platform = Platform.TRITON
 
     def reasons(self, inputs: Any, device: Any, direction: Any) -> list[str]:
@@ -58,9 +62,14 @@ class Picky(Plain):
         return [*why, *(["length is odd", "length is above 4"] if inputs.x.shape[0] > 4 else [])]
 
 
+class Picked(Picky):
+    name = "picked"
+    platform = Platform.XLA
+
+
 class Wrong(Plain):
+    name = "wrong"
     platform = Platform.CUDA
-    algorithm = "wrong"
 
     def forward(self, inputs: Any, params: FwdParams) -> Any:
         return 2.5 * inputs.x, jnp.zeros((), jnp.int32)
@@ -98,14 +107,14 @@ def executor() -> Executor[Any, Any]:
 
 def test_the_first_implementation_that_can_serves_the_call(executor: Any) -> None:
     kernel = Double()
-    assert executor.choose_config(kernel, jnp.ones(4)).platform is Platform.TRITON
-    assert executor.choose_config(kernel, jnp.ones(5)).platform is Platform.XLA
+    assert executor.choose_config(kernel, jnp.ones(4)).backend == "triton"
+    assert executor.choose_config(kernel, jnp.ones(5)).backend == "xla"
     np.testing.assert_array_equal(executor(kernel, jnp.ones(5)), np.full(5, 2.0))
 
 
 def test_each_direction_takes_its_own_implementation(executor: Any) -> None:
     explanation = executor.explain(Double(), jnp.ones(4), quiet=True)
-    assert [choice.config.platform for choice in explanation.choices] == [Platform.TRITON, Platform.XLA]
+    assert [choice.config.backend for choice in explanation.choices] == ["triton", "xla"]
     np.testing.assert_array_equal(jax.grad(lambda x: executor(Double(), x).sum())(jnp.ones(4)), np.full(4, 2.0))
 
 
@@ -125,17 +134,17 @@ def test_an_unloadable_implementation_is_a_reason_not_an_error(executor: Any) ->
 
 
 def test_platforms_are_tried_in_the_callers_order(executor: Any) -> None:
-    assert executor.choose_config(Double(), jnp.ones(4), platform=["xla", "triton"]).platform is Platform.XLA
-    assert executor.choose_config(Double(), jnp.ones(4), platform=["cuda", "triton"]).platform is Platform.TRITON
+    assert executor.choose_config(Double(), jnp.ones(4), platform=["xla", "triton"]).backend == "xla"
+    assert executor.choose_config(Double(), jnp.ones(4), platform=["cuda", "triton"]).backend == "triton"
 
 
 def test_the_config_space_is_that_of_every_able_implementation() -> None:
     inv = Invocation(Double(), (Doubling(jnp.ones(4)),))
     space = list(Double().config_space(inv))
-    assert {choice.platform for choice in space} == {Platform.TRITON, Platform.XLA}
+    assert {choice.backend for choice in space} == {"triton", "xla"}
     assert {choice.params.q_blocksize for choice in space} == {8, 16}
-    assert [choice.platform for choice in space[:2]] == [Platform.TRITON, Platform.XLA]
-    assert [choice.platform for choice in space[2:]] == sorted(choice.platform for choice in space[2:])
+    assert [choice.backend for choice in space[:2]] == ["triton", "xla"]
+    assert [choice.backend for choice in space[2:]] == sorted(choice.backend for choice in space[2:])
 
 
 def test_a_wrong_implementation_never_wins() -> None:
@@ -144,8 +153,8 @@ def test_a_wrong_implementation_never_wins() -> None:
     kernel, chain = Double("Wrong", "Plain"), ConfigSelectorChain()
     inv = Invocation(kernel, (Doubling(jnp.ones(4)),))
     (call,) = Autotuner(Tuner(0, 1), chooser=chain).tune(inv)
-    assert call.winner.config.platform is Platform.XLA
-    assert {c.check for c in call.candidates if c.config.platform is Platform.CUDA} == {"failed"}
+    assert call.winner.config.backend == "xla"
+    assert {c.check for c in call.candidates if c.config.backend == "wrong"} == {"failed"}
 
 
 def test_explain_says_how_the_others_did(tmp_path: Path) -> None:
@@ -153,15 +162,15 @@ def test_explain_says_how_the_others_did(tmp_path: Path) -> None:
 
     kernel, chain = Double("Wrong", "Plain"), ConfigSelectorChain(persistent=PersistentCache(tmp_path))
     inv = Invocation(kernel, (Doubling(jnp.ones(4)),))
-    before = Executor(chain).explain_choice(inv, Choice("xla", None, FwdParams(q_blocksize=8))).rejected
-    assert before["cuda:wrong"] == ("supported, but not preferred: nothing measured it as faster",)
+    before = Executor(chain).explain_choice(inv, Choice("xla", FwdParams(q_blocksize=8))).rejected
+    assert before["wrong"] == ("supported, but not preferred: nothing measured it as faster",)
     (call,) = Autotuner(Tuner(0, 1), chooser=chain).tune(inv)
     after = Executor(chain).explain_choice(inv, None).rejected
-    assert "every candidate failed: [0]: largest error" in after["cuda:wrong"][0]
+    assert "every candidate failed: [0]: largest error" in after["wrong"][0]
     other = next(c.config for c in call.candidates if c.eligible and c.config != call.winner.config)
-    said = kernel.rejection_reasons(inv, Choice("pallas", None, None), call.candidates)["xla"][0]
+    said = kernel.rejection_reasons(inv, Choice("hopper", None), call.candidates)["xla"][0]
     assert f"measured at {min(c.time_ms for c in call.candidates if c.eligible):.4g} ms at best" in said
-    assert other.platform is Platform.XLA
+    assert other.backend == "xla"
 
 
 def test_explain_says_why_a_backend_that_can_was_not_taken() -> None:
@@ -169,13 +178,13 @@ def test_explain_says_why_a_backend_that_can_was_not_taken() -> None:
 
     def reasons(platform: Any, chosen: str) -> Any:
         inv = Invocation(kernel, (Doubling(jnp.ones(4), platform=platform),))
-        return kernel.rejection_reasons(inv, Choice(chosen, None, FwdParams(q_blocksize=8)), ())
+        return kernel.rejection_reasons(inv, Choice(chosen, FwdParams(q_blocksize=8)), ())
 
     behind = ("supported, but behind xla in the order of preference: nothing measured it as faster",)
-    assert reasons(None, "xla")["cuda:wrong"] == behind
+    assert reasons(None, "xla")["wrong"] == behind
     assert reasons(None, "xla")["triton"] == ("supported, but not preferred: nothing measured it as faster",)
     only = reasons((Platform.XLA,), "xla")
-    assert only["triton"] == only["cuda:wrong"] == ("supported, but excluded by platform=xla of the call",)
+    assert only["triton"] == only["wrong"] == ("supported, but excluded by platform=xla of the call",)
     swapped = reasons((Platform.XLA, Platform.TRITON), "xla")  # the caller's order
     assert swapped["triton"] == behind
 
@@ -183,8 +192,8 @@ def test_explain_says_why_a_backend_that_can_was_not_taken() -> None:
 @pytest.mark.parametrize(
     ("cfg", "direction", "blocks"),
     [
-        (Choice("xla", None, FwdParams(q_blocksize=32)), "forward", 32),
-        (Choice("xla", None, FwdParams(q_blocksize=32)), "backward", None),
+        (Choice("xla", FwdParams(q_blocksize=32)), "forward", 32),
+        (Choice("xla", FwdParams(q_blocksize=32)), "backward", None),
         (FwdParams(q_blocksize=32), "forward", 32),
         (BwdParams(q_blocksize=32), "forward", None),
         (PerDirection(backward=BwdParams(q_blocksize=32)), "backward", 32),
@@ -199,7 +208,42 @@ def test_explicit_configs(cfg: Any, direction: Any, blocks: int | None) -> None:
     assert (directed and directed.params.q_blocksize) == blocks
 
 
-@pytest.mark.parametrize("cfg", [3, "xla", {"q_blocksize": 8}, Choice("xla", None, 7)])
+class Further(Plain):
+    name = "further"
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "length", "backend"),
+    [
+        (("Picky", "Wrong", "Plain"), "cuda", 4, "wrong"),
+        (("Further", "Plain"), "xla", 4, "xla"),  # a name comes before a platform
+        (("Picked", "Further"), "xla", 4, "picked"),
+        (("Picked", "Further"), "xla", 5, "further"),
+    ],
+)
+def test_a_choice_of_a_platform_is_its_first_backend_that_can(
+    names: tuple[str, ...], given: str, length: int, backend: str
+) -> None:
+    kernel = Double(*names)
+    inv = Invocation(kernel, (Doubling(jnp.ones(length)),))
+    assert kernel.resolve_config(Choice(given, FwdParams()), inv) == Choice(backend, FwdParams())
+
+
+def test_a_choice_of_a_platform_that_cannot_says_why(executor: Any) -> None:
+    with pytest.raises(UnsupportedError, match="picked: length is odd"):
+        executor(Double("Picked", "Wrong"), jnp.ones(5), cfg=Choice("xla", FwdParams()))
+    for name in ("pallas", "metal"):
+        with pytest.raises(ValueError, match=f"double has no backend '{name}' that can be loaded here"):
+            executor(Double(), jnp.ones(4), cfg=Choice(name, FwdParams()))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_names_are_unique(op: str) -> None:
+    names = [each.name for each in kernel_of(op).backends]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("cfg", [3, "xla", {"q_blocksize": 8}, Choice("xla", 7)])
 def test_a_config_of_the_wrong_type_is_a_type_error(executor: Any, cfg: Any) -> None:
     with pytest.raises(TypeError, match=r"cfg=|choice\.params="):
         executor(Double(), jnp.ones(5), cfg=StableHash(cfg) if isinstance(cfg, dict) else cfg)
@@ -212,13 +256,12 @@ class StableHash(dict):  # type: ignore[type-arg]
 
 def test_an_explicit_choice_that_cannot_serve_says_why(executor: Any) -> None:
     with pytest.raises(UnsupportedError, match="length is odd; length is above 4"):
-        executor(Double(), jnp.ones(5), cfg=Choice("triton", None, FwdParams()))
+        executor(Double(), jnp.ones(5), cfg=Choice("triton", FwdParams()))
 
 
 def test_choices_round_trip_through_json() -> None:
-    choice = Choice(Platform.CUDA, "cutlass", BwdParams(q_blocksize=64))
+    assert type(Choice(Platform.XLA).backend) is str
+    choice = Choice("cutlass", BwdParams(q_blocksize=64))
     assert from_json(to_json(choice), Choice) == choice
     assert stable_json(choice) == stable_json(dataclasses.replace(choice))
-    assert str(choice) == "cuda:cutlass(q_blocksize=64)"
-    with pytest.raises(ValueError, match="metal"):
-        Choice("metal")  # type: ignore[arg-type]
+    assert str(choice) == "cutlass(q_blocksize=64)"

@@ -61,17 +61,17 @@ def test_the_backward_pass_of_attention(shape: Any, monkeypatch: pytest.MonkeyPa
         repeating = default_chain().choose(attention(*shape, causal=True)).config
         space = list(inv.kernel.config_space(inv))
     assert repeating.params.deterministic
-    assert repeating.implementation == "pallas"
+    assert repeating.backend == "hopper"
     # A measured config keeps its tiles.
     assert repeating == dataclasses.replace(usual, params=dataclasses.replace(usual.params, deterministic=True))
     assert space
-    assert all(getattr(choice.params, "deterministic", True) or choice.algorithm == "cudnn" for choice in space)
+    assert all(getattr(choice.params, "deterministic", True) or choice.backend == "cudnn" for choice in space)
 
 
 def test_a_cached_config_that_does_not_repeat(monkeypatch: pytest.MonkeyPatch):
     with tilewright.target_device("NVIDIA H100 80GB HBM3"):
         inv = attention(*SHAPES[0])
-        varying = Choice("pallas", None, HopperBackwardParams(64, 2, False))
+        varying = Choice("hopper", HopperBackwardParams(64, 2, False))
         assert not inv.kernel.config_reasons(inv, varying)
         monkeypatch.setenv("XLA_FLAGS", FLAG)
         (why,) = inv.kernel.config_reasons(inv, varying)
@@ -79,12 +79,12 @@ def test_a_cached_config_that_does_not_repeat(monkeypatch: pytest.MonkeyPatch):
         adapted = inv.kernel.adapted_config(inv, varying)
         assert adapted.params == HopperBackwardParams(64, 2, True)
         assert not inv.kernel.config_reasons(inv, adapted)
-        triton = Choice("triton", None, "anything")
+        triton = Choice("triton", "anything")
         assert inv.kernel.adapted_config(inv, triton) == triton
 
 
 def test_params_that_say_nothing_repeat():
-    of = {each.algorithm or str(each.platform): each for each in kernel("flash_attention").backends.usable}
+    of = {each.name: each for each in kernel("flash_attention").backends.usable}
     assert of["xla"].repeats(object())
     assert not of["cuda"].repeats(CudaBackwardParams())
     assert of["cuda"].repeats(CudaBackwardParams(None, True))

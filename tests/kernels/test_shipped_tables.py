@@ -19,6 +19,15 @@ from tilewright.ops.utils.stable_ids import id_of, with_former_names
 
 FOLDER = Path(tilewright.__file__).parent / "tables"
 ENTRIES = {"nvidia-h100-80gb-hbm3": 54, "nvidia-h200": 54}
+# What stood there in place of a backend's name.
+PLATFORMS = {
+    "hopper": ("PALLAS", None),
+    "cuda": ("CUDA", None),
+    "cudnn": ("CUDA", "cudnn"),
+    "fa4": ("CUDA", "fa4"),
+    "xla": ("XLA", None),
+    "triton": ("TRITON", None),
+}
 # By table and op; no source is known of what was measured before tables had it.
 STALE = {name: {"flash_attention": 54} for name in ENTRIES}
 
@@ -36,7 +45,7 @@ def name(request):
 
 @pytest.fixture(params=["as shipped", "as of version 0.1.0"])
 def folder(request, name, tmp_path):
-    """A table with stable ids, and one with the module paths that stood there before."""
+    """A table with stable ids and names of backends; and one with the module paths and platforms that stood there."""
     text = (FOLDER / f"{name}.json").read_text()
     assert '"tilewright.kernels' not in text
     if request.param == "as shipped":
@@ -47,6 +56,11 @@ def folder(request, name, tmp_path):
     for call in said["entries"]:  # keys are JSON in JSON, and had every option of a call
         (key,) = call_of(call["key"]).former_keys
         (call["key"],) = with_former_names(key) or [key]
+        for candidate in call["candidates"]:
+            fields = candidate["config"]["fields"]
+            platform, algorithm = PLATFORMS[fields.pop("backend")]
+            enum = {"$enum": "tilewright.kernels.registry:Platform", "name": platform}
+            fields |= {"platform": enum, "algorithm": algorithm}
     (tmp_path / f"{name}.json").write_text(json.dumps(said))
     assert "tilewright/" not in (tmp_path / f"{name}.json").read_text()
     return tmp_path
@@ -81,8 +95,7 @@ def test_a_variant_that_is_gone_is_passed_over(name, tmp_path):
     (entry,) = (each for each in said["entries"] if each["shapes"].startswith("f16") and each["direction"] == "forward")
     winner = entry["candidates"][entry["chosen"]]
     gone = {"$dataclass": "tilewright/flash_attention.CudaForwardParams", "fields": {"variant": "fmha_hopperF_gone"}}
-    choice = {"platform": {"$enum": "tilewright/registry.Platform", "name": "CUDA"}, "algorithm": None, "params": gone}
-    config = {"$dataclass": "tilewright/portfolio.Choice", "fields": choice}
+    config = {"$dataclass": "tilewright/portfolio.Choice", "fields": {"backend": "cuda", "params": gone}}
     entry["candidates"].append(winner | {"config": config, "heuristic": False})
     entry["chosen"] = len(entry["candidates"]) - 1
     (tmp_path / f"{name}.json").write_text(json.dumps(said))
@@ -115,8 +128,7 @@ def concrete(kind):
 @pytest.mark.parametrize("op", OPS)
 def test_params_have_stable_ids(op):
     """What files hold does not name modules, so that these may be moved."""
-    loaded = [each.load() for each in kernel(op).implementations if not each.load_error]
-    declared = {kind for each in loaded for kind in (each.forward_params, each.backward_params)}
+    declared = {kind for each in kernel(op).backends.usable for kind in (each.forward_params, each.backward_params)}
     found = {each for kind in declared for each in concrete(kind)}
     assert found
     assert [each for each in found if id_of(each) is None] == []

@@ -358,7 +358,7 @@ def test_a_split_of_sequences_that_would_need_communication_is_one_clear_error()
 def test_explain_and_strict_platforms():
     explanation = Executor(ConfigSelectorChain()).explain(PageAttention(), *CALL, quiet=True)
     (choice,) = explanation.choices
-    assert choice.config.platform == "xla"
+    assert choice.config.backend == "xla"
     assert "triton" in choice.rejected
     with pytest.raises(UnsupportedError, match="cuda"):
         page_attention(*CALL, platform="cuda")

@@ -50,7 +50,7 @@ class KernelConfig(CommonConfig):
       num_stages: stages of a GPU pipeline.
       platform: a platform's name, or "auto".
       backend: the hardware that the config is meant for.
-      algorithm: one of several implementations on a platform.
+      algorithm: the name of a backend, where a platform has several.
       priority: the config with the highest one applies if several match.
     """
 
@@ -73,7 +73,7 @@ class KernelConfig(CommonConfig):
             object.__setattr__(self, "platform", Platform(self.platform))
         object.__setattr__(self, "backend", Backend(self.backend))
 
-    def chosen(self, choices: Iterable[tuple[Choice, type]], inv: Invocation[Choice, Any]) -> Choice:
+    def chosen(self, choices: Iterable[tuple[Choice, Platform, type]], inv: Invocation[Choice, Any]) -> Choice:
         kind: type[FwdParams | BwdParams] = FwdParams if inv.direction == "forward" else BwdParams
         params = kind(
             q_blocksize=self.block_q,
@@ -81,8 +81,8 @@ class KernelConfig(CommonConfig):
             num_warps=self.num_warps,
             num_stages=self.num_stages,
         )
-        for choice, expected in choices:
-            named = self.platform in (None, "auto", choice.platform) and self.algorithm in (None, choice.algorithm)
+        for choice, platform, expected in choices:
+            named = self.platform in (None, "auto", platform) and self.algorithm in (None, choice.backend)
             if named and isinstance(params, expected):
                 return dataclasses.replace(choice, params=params)
         raise UnsupportedError(

@@ -8,7 +8,7 @@ from tilewright.kernels import cuda_tables
 from tilewright.kernels.cuda import Group, VariantTable
 from tilewright.kernels.cuda.devices import architecture, device_values
 from tilewright.kernels.flash_attention.cuda import selection
-from tilewright.kernels.op.choice import Choice, Platform
+from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
 from tilewright.ops.config.results import AutotuningResult
 from tilewright.ops.types import Device
@@ -63,7 +63,7 @@ def _named(result: AutotuningResult) -> Iterator[Group]:
     for call in result:
         for candidate in call.candidates:
             match candidate.config:
-                case Choice(platform=Platform.CUDA, algorithm=None, params=params) if call.op == "flash_attention":
+                case Choice(backend="cuda", params=params) if call.op == "flash_attention":
                     chain = selection.TABLES["forward" if call.direction == "forward" else "backward"]
                     variants = [(table, variant) for table in chain for variant in table.for_capability(capability)]
                     yield from (Group(table, v.group, capability) for table, v in variants if v.name == params.variant)

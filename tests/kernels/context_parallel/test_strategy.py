@@ -13,7 +13,7 @@ import tilewright
 from tests.kernels.context_parallel.calls import mesh_of
 from tilewright.kernels.flash_attention.distributed.inputs import ContextInputs
 from tilewright.kernels.flash_attention.distributed.model import best_strategy, predicted_ms
-from tilewright.kernels.op.choice import Choice, Platform
+from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.distributed import PlanParams
 from tilewright.ops import (
     Autotuner,
@@ -125,16 +125,16 @@ def plan_of(explained: Any) -> Any:
 def test_the_plan_is_explained() -> None:
     function, operands = attend()
     call = plan_of(tilewright.explain(function, *operands))
-    assert str(call.config).startswith("mesh:all_gather")
-    assert "probably slower" in call.choice.rejected["mesh:ring"][0]
-    assert "4 devices must divide" in call.choice.rejected["mesh:ulysses"][0]
+    assert str(call.config).startswith("all_gather")
+    assert "probably slower" in call.choice.rejected["ring"][0]
+    assert "4 devices must divide" in call.choice.rejected["ulysses"][0]
 
 
 def test_the_derivative_has_one_choice_for_both_passes() -> None:
     function, operands = attend()
     gradients = jax.grad(lambda *qkv: function(*qkv).sum(), (0, 1, 2))
     call = plan_of(tilewright.explain(gradients, *operands))
-    assert (call.direction, call.config.algorithm) == ("forward", "all_gather")
+    assert (call.direction, call.config.backend) == ("forward", "all_gather")
 
 
 def invocation(function: Any, operands: Any) -> Any:
@@ -145,9 +145,9 @@ def invocation(function: Any, operands: Any) -> Any:
 def test_another_choice_takes_another_plan() -> None:
     function, operands = attend()
     cache = ConfigCache()
-    cache.put(invocation(function, operands).key, Choice(Platform.MESH, "ring", PlanParams()))
+    cache.put(invocation(function, operands).key, Choice("ring", PlanParams()))
     with overlay_cache(cache):
-        assert plan_of(tilewright.explain(function, *operands)).config.algorithm == "ring"
+        assert plan_of(tilewright.explain(function, *operands)).config.backend == "ring"
         assert "collective_permute" in jax.jit(function).lower(*operands).as_text()
 
 
@@ -155,13 +155,13 @@ def test_the_plans_are_measured_on_a_mesh_with_their_derivatives() -> None:
     function, operands = attend()
     chain = ConfigSelectorChain(ConfigCache())
     entry = Autotuner(Tuner(1, 2, isolation="none"), chooser=chain).tune(invocation(function, operands)).entries[0]
-    assert [each.config.algorithm for each in entry.candidates] == ["all_gather", "ring"]
+    assert [each.config.backend for each in entry.candidates] == ["all_gather", "ring"]
     assert all(each.eligible and each.time_ms for each in entry.candidates), entry
 
 
 def test_a_lock_holds_a_plan(tmp_path: Path) -> None:
     function, operands = attend()
-    inv, ring = invocation(function, operands), Choice(Platform.MESH, "ring", PlanParams())
+    inv, ring = invocation(function, operands), Choice("ring", PlanParams())
     entry = TunedCall.of(inv, [Candidate(ring, (1.0,))], 0, source=inv.kernel.source(ring))
     result = AutotuningResult((entry,), device=inv.device_fingerprint, toolchain=toolchain_fingerprint())
     result.to_lock().save(tmp_path / "lock.json")

@@ -156,7 +156,7 @@ def test_inside_shard_map(checked: bool):
 
     def loss(query: Any, *shared: Any) -> Any:
         keys = [jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])) for x in shared]
-        cfg = PerDirection(backward=Choice("cuda", None, backward))
+        cfg = PerDirection(backward=Choice("cuda", backward))
         return flash_attention(query, *keys, causal=True, platform="cuda", cfg=cfg).astype(jnp.float32).sum()
 
     mapped = jax.shard_map(
@@ -244,7 +244,7 @@ def test_it_declares_every_case_of_the_conformance_suite(
             assert len(found) == len(set(found)) >= 2
             for params in found:
                 assert BACKEND.config_reasons(inputs, device, direction, params) == []
-                choice = Choice("cuda", None, params)
+                choice = Choice("cuda", params)
                 assert from_json(to_json(choice), Choice) == choice
 
 

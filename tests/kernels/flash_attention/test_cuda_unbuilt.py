@@ -46,14 +46,14 @@ def invocation(device: Device, dtype: str, direction: str = "forward", **options
 @pytest.mark.parametrize("device", [A100, H100], ids=["A100", "H100"])
 def test_float32_runs_by_xla_until_its_group_is_built(nvcc: FakeNvcc, device: Device, direction: str):
     inv = invocation(device, "float32", direction)
-    assert FLASH.preferred_cfg(inv).implementation == "cuda"
-    assert FLASH.heuristic_cfg(inv).implementation == "xla"
+    assert FLASH.preferred_cfg(inv).backend == "cuda"
+    assert FLASH.heuristic_cfg(inv).backend == "xla"
     (group,) = FLASH.config_builds(inv, FLASH.preferred_cfg(inv))
     (why,) = FLASH.rejection_reasons(inv, FLASH.heuristic_cfg(inv), ())["cuda"]
     assert why == f"supported, but nvcc must compile it first: `{group.command('flash_attention')}`"
     assert not nvcc.compilations()
     group.make(threading.Event())
-    assert FLASH.heuristic_cfg(inv).implementation == "cuda"
+    assert FLASH.heuristic_cfg(inv).backend == "cuda"
     assert "behind cuda" in FLASH.rejection_reasons(inv, FLASH.heuristic_cfg(inv), ())["xla"][0]
     assert len(nvcc.compilations()) == 1
 
@@ -61,7 +61,7 @@ def test_float32_runs_by_xla_until_its_group_is_built(nvcc: FakeNvcc, device: De
 def test_what_needs_no_compiler_is_the_first_choice_as_before(nvcc: FakeNvcc, caplog: pytest.LogCaptureFixture):
     inv = invocation(H100, "bfloat16", causal=True)
     with caplog.at_level(logging.WARNING):
-        assert ConfigSelectorChain().choose(inv).config.implementation == "pallas"
+        assert ConfigSelectorChain().choose(inv).config.backend == "hopper"
     assert not caplog.records
     assert not nvcc.compilations()
 
@@ -70,14 +70,14 @@ def test_a_platform_that_was_asked_for_is_not_passed_over():
     inv = invocation(H100, "float32")
     (inputs,) = inv.args
     asked = dataclasses.replace(inv, args=(inputs.replace(platform=("cuda",)),))
-    assert FLASH.heuristic_cfg(asked).implementation == "cuda"
+    assert FLASH.heuristic_cfg(asked).backend == "cuda"
     either = dataclasses.replace(inv, args=(inputs.replace(platform=("cuda", "xla")),))
-    assert FLASH.heuristic_cfg(either).implementation == "xla"
+    assert FLASH.heuristic_cfg(either).backend == "xla"
 
 
 def test_a_named_variant_needs_its_own_group():
     inv = invocation(H100, "bfloat16", causal=True)
-    cuda = [choice for choice in FLASH.config_space(inv) if choice.implementation == "cuda"]
+    cuda = [choice for choice in FLASH.config_space(inv) if choice.backend == "cuda"]
     groups = {choice.params.variant: FLASH.config_builds(inv, choice) for choice in cuda}
     assert all(len(needed) == 1 for needed in groups.values())
     assert groups["fmha_ampereF_bf16_k128_plain_128x64_w4x1_s2"] == groups[None]
@@ -92,7 +92,7 @@ def test_the_shipped_tables_pass_over_what_is_not_built(nvcc: FakeNvcc):
     chain = ConfigSelectorChain()
     entry = chain.shipped(inv)
     assert entry is not None
-    assert entry.winner.config.implementation == "cuda"
+    assert entry.winner.config.backend == "cuda"
     chosen = chain.lookup(inv)
     able = [config for config in entry.ranked[1:] if not FLASH.config_reasons(inv, config)]
     assert (chosen.step, chosen.config) == ("shipped", able[0])
@@ -110,11 +110,11 @@ def test_packed_queries_run_without_cuda_until_their_group_is_built(nvcc: FakeNv
     args, keywords = case.arguments()
     inv, _ = prepared(op, args, keywords, concrete=False)
     inv = dataclasses.replace(inv, device=H100)
-    assert op.preferred_cfg(inv).implementation == "cuda"
-    assert op.heuristic_cfg(inv).implementation == "pallas"
+    assert op.preferred_cfg(inv).backend == "cuda"
+    assert op.heuristic_cfg(inv).backend == "hopper"
     (group,) = op.config_builds(inv, op.preferred_cfg(inv))
     group.make(threading.Event())
-    assert op.heuristic_cfg(inv).implementation == "cuda"
+    assert op.heuristic_cfg(inv).backend == "cuda"
 
 
 def test_explain_says_that_a_backend_is_for_other_shapes():
@@ -122,5 +122,5 @@ def test_explain_says_that_a_backend_is_for_other_shapes():
     args, keywords = RaggedPageCase("few", 8, 2048, 32, 128, kv_heads=8, dtype="bfloat16").arguments()
     inv = dataclasses.replace(prepared(op, args, keywords, concrete=False)[0], device=H100)
     chosen = op.heuristic_cfg(inv)
-    assert chosen.implementation == "triton"
-    assert "probably slower for these shapes" in op.rejection_reasons(inv, chosen, ())["pallas"][0]
+    assert chosen.backend == "triton"
+    assert "probably slower for these shapes" in op.rejection_reasons(inv, chosen, ())["hopper"][0]

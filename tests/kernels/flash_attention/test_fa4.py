@@ -38,7 +38,7 @@ from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.serialize import from_json, to_json
 
 FORWARD, BACKWARD = Fa4ForwardParams(), Fa4BackwardParams()
-BOTH = PerDirection(Choice("cuda", "fa4", FORWARD), Choice("cuda", "fa4", BACKWARD))
+BOTH = PerDirection(Choice("fa4", FORWARD), Choice("fa4", BACKWARD))
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
@@ -221,7 +221,7 @@ def test_configs(dim: int, options: dict[str, Any], direction: Direction):
     assert len(set(candidates)) == len(candidates)
     for params in candidates:
         assert BACKEND.config_reasons(inputs, H100, direction, params) == []
-        choice = Choice("cuda", "fa4", params)
+        choice = Choice("fa4", params)
         assert from_json(to_json(choice), Choice) == choice
     plain = FORWARD if direction == "forward" else BACKWARD
     assert BACKEND.config_reasons(inputs, H100, direction, plain) == []

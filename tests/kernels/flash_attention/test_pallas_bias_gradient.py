@@ -186,7 +186,7 @@ def operands() -> list[jax.Array]:
 
 
 def attention(platform: str, params: Any = None) -> Any:
-    cfg = None if params is None else PerDirection(backward=Choice("pallas", None, params))
+    cfg = None if params is None else PerDirection(backward=Choice("hopper", params))
     return lambda *args: flash_attention(*args, causal=True, platform=platform, cfg=cfg)
 
 

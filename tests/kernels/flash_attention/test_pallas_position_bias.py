@@ -177,7 +177,7 @@ BIASES = {
 
 
 def attention(platform: str) -> Any:
-    cfg = PerDirection(backward=Choice("pallas", None, ADDED)) if platform == "pallas" else None
+    cfg = PerDirection(backward=Choice("hopper", ADDED)) if platform == "pallas" else None
     return functools.partial(flash_attention, causal=True, platform=platform, cfg=cfg)
 
 

@@ -85,7 +85,7 @@ KINDS = pytest.mark.parametrize("kind", [ADDED, FIXED], ids=str)
 
 
 def attention(platform: str, kind: Any = None) -> Any:
-    cfg = PerDirection(backward=Choice("pallas", None, kind)) if platform == "pallas" and kind is not None else None
+    cfg = PerDirection(backward=Choice("hopper", kind)) if platform == "pallas" and kind is not None else None
     return functools.partial(flash_attention, causal=True, platform=platform, cfg=cfg)
 
 

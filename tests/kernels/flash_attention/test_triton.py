@@ -93,7 +93,7 @@ def test_configs():
         TritonBackwardParams(deterministic=1)  # type: ignore[arg-type]
     for params in (big, TritonBackwardParams(Tiles(16, 32, 2, 1), Tiles(64, 64, tma=True), False)):
         assert from_json(to_json(params), type(params)) == params
-        choice = Choice("triton", None, params)
+        choice = Choice("triton", params)
         assert from_json(to_json(choice), Choice) == choice
 
 

@@ -23,7 +23,7 @@ from tilewright.modules import gated_grouped_matmul, grouped_matmul
 from tilewright.ops.utils.serialize import tagged, untagged
 
 BASE = GatedGroupedMatmulCase("", rows=37, k=24, n=20, groups=4)
-RECOMPUTING = PerDirection(backward=Choice("xla", None, XlaGatedBackwardParams(8, recompute=True)))
+RECOMPUTING = PerDirection(backward=Choice("xla", XlaGatedBackwardParams(8, recompute=True)))
 
 
 def arrays_of(**fields: Any) -> tuple[Any, ...]:

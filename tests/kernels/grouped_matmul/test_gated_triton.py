@@ -23,7 +23,7 @@ from tilewright.kernels.matmul.triton.backend import TritonGatedGroupedMatmul, T
 from tilewright.kernels.matmul.triton.params import TritonGatedBackwardParams, TritonGatedForwardParams
 from tilewright.kernels.matmul.xla.backend import XlaGlu
 from tilewright.kernels.numerics.activations import ACTIVATIONS
-from tilewright.kernels.op.choice import Choice, Platform
+from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.triton import recorded_launches
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.kernels.triton.matmul import TritonTile
@@ -128,7 +128,7 @@ def test_pre_activations_are_written_for_gradients_alone(name: str):
     if name == "glu":
         arrays, kernel = (arrays[0], arrays[1][0], arrays[2][0]), Glu()
     inputs = kernel.prepare(*arrays)
-    cfg, shape = Choice(Platform.TRITON, None, FORWARD), (1, BASE.rows, BASE.n)
+    cfg, shape = Choice("triton", FORWARD), (1, BASE.rows, BASE.n)
     with interpret_triton(), recorded_launches() as launches:
         out = jax.block_until_ready(kernel.run(inputs, cfg=cfg))
         again, kept = jax.block_until_ready(kernel.forward_with_residuals(inputs, cfg=cfg))

@@ -120,7 +120,7 @@ def test_gated(activation: Any, recompute: MatmulParams | None):
     params = MatmulParams(128, 128, 2)
     backward = HopperGatedBackwardParams(SMALL, SMALL, None if recompute is None else params)
     lhs, gate, up, sizes, d_out = arrays_of(rows=200, k=72, n=136, groups=3, dtype="bfloat16")
-    cfg = PerDirection(Choice("pallas", None, params), Choice("pallas", None, backward))
+    cfg = PerDirection(Choice("hopper", params), Choice("hopper", backward))
     with interpret_mosaic():
         run = jax.jit(functools.partial(all_of, activation=activation, cfg=cfg))
         got = jax.block_until_ready(run(lhs, gate, up, sizes, d_out))

@@ -17,7 +17,7 @@ from tilewright.modules import grouped_matmul
 from tilewright.ops import BwdParams, FwdParams
 from tilewright.ops.utils.device import current_device
 
-CONFIG = PerDirection(Choice("xla", "ragged_dot", FwdParams()), Choice("xla", "ragged_dot", BwdParams()))
+CONFIG = PerDirection(Choice("ragged_dot", FwdParams()), Choice("ragged_dot", BwdParams()))
 
 
 class TestRaggedDot(GroupedConformance):

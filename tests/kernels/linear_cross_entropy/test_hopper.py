@@ -49,8 +49,8 @@ def config(
     tokens: int | None, vocab: int, *, keep: bool, recompute: bool, tiles: tuple[MatmulParams, MatmulParams]
 ) -> PerDirection:
     return PerDirection(
-        Choice("pallas", None, HopperLossParams(tokens, vocab, *tiles, keep)),
-        Choice("pallas", None, HopperLossBackwardParams(None, vocab, tiles[1], recompute)),
+        Choice("hopper", HopperLossParams(tokens, vocab, *tiles, keep)),
+        Choice("hopper", HopperLossBackwardParams(None, vocab, tiles[1], recompute)),
     )
 
 

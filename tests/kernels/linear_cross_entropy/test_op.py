@@ -90,7 +90,7 @@ def test_vmap_forward_mode_checkpoint_and_second_derivatives():
 def test_a_scan_of_steps_keeps_no_gradients_if_they_are_recomputed(one_device: None):
     """The gradient of a scan over losses: gradients that the forward pass computes would be kept for every step."""
     (x, weight, labels), _ = arrays_of(tokens=64, d=32, vocab=512)
-    cfg = PerDirection(backward=Choice("xla", None, XlaLossBackwardParams(64, 512)))
+    cfg = PerDirection(backward=Choice("xla", XlaLossBackwardParams(64, 512)))
 
     def total(weight: Any, cfg: Any) -> Any:
         step = lambda total, i: (total + linear_cross_entropy(x * i, weight, labels, cfg=cfg), None)

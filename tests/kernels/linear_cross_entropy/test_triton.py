@@ -53,8 +53,8 @@ OTHER = TritonTile(32, 64, 16, 1, 1)
 def config(tokens: int | None, vocab: int, *, keep: bool, recompute: bool) -> PerDirection:
     """Tiles that are smaller than the blocks, so that there are several along each dimension."""
     return PerDirection(
-        Choice("triton", None, TritonLossParams(tokens, vocab, TILE, OTHER, keep)),
-        Choice("triton", None, TritonLossBackwardParams(tokens, vocab, OTHER, recompute)),
+        Choice("triton", TritonLossParams(tokens, vocab, TILE, OTHER, keep)),
+        Choice("triton", TritonLossBackwardParams(tokens, vocab, OTHER, recompute)),
     )
 
 

@@ -37,8 +37,8 @@ CPU = Device("cpu", "cpu", cores=8, fingerprint="cpu")
 
 def config(tokens: int | None, vocab: int, recompute: bool = True) -> PerDirection:
     return PerDirection(
-        Choice("xla", None, XlaLossParams(tokens, vocab)),
-        Choice("xla", None, XlaLossBackwardParams(tokens, vocab, recompute)),
+        Choice("xla", XlaLossParams(tokens, vocab)),
+        Choice("xla", XlaLossBackwardParams(tokens, vocab, recompute)),
     )
 
 

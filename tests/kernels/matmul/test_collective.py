@@ -16,7 +16,7 @@ import tilewright
 from tests.support.suites import crossed
 from tilewright.kernels.matmul.distributed.remote import if_in_order
 from tilewright.kernels.matmul.distributed.rings import strategy_of
-from tilewright.kernels.op.choice import Choice, Platform
+from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.distributed import PlanParams
 from tilewright.modules import all_gather_matmul, matmul, matmul_reduce_scatter
 from tilewright.ops import Autotuner, ConfigCache, ConfigSelectorChain, Tuner, find_invocations, overlay_cache
@@ -387,10 +387,10 @@ def test_the_plans_are_explained(op: str):
     found = plans_of(op, all_of(split(op, mesh_of(4))), *operands(4))
     assert sorted(found) == ["backward", "forward"]
     for call in found.values():
-        assert call.config.implementation == "mesh:collective"
-        assert "probably slower" in call.choice.rejected["mesh:ring"][0]
-    assert "needs a GPU" in found["forward"].choice.rejected["mesh:remote"][0]
-    assert found["backward"].choice.rejected["mesh:remote"] == ("it has no kernel for gradients",)
+        assert call.config.backend == "collective"
+        assert "probably slower" in call.choice.rejected["ring"][0]
+    assert "needs a GPU" in found["forward"].choice.rejected["remote"][0]
+    assert found["backward"].choice.rejected["remote"] == ("it has no kernel for gradients",)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -401,14 +401,14 @@ def test_the_plans_are_measured_and_then_taken(op: str):
     entries = Autotuner(Tuner(1, 2, isolation="none"), chooser=ConfigSelectorChain(ConfigCache())).tune(*invocations)
     assert len(entries.entries) == len(invocations) == 2
     for entry in entries.entries:
-        assert [each.config.algorithm for each in entry.candidates] == ["collective", "ring", "bidirectional"]
+        assert [each.config.backend for each in entry.candidates] == ["collective", "ring", "bidirectional"]
         assert all(each.eligible and each.check == "passed" for each in entry.candidates), entry
     ring = ConfigCache()
     for inv in invocations:
-        ring.put(inv.key, Choice(Platform.MESH, "ring", PlanParams()))
+        ring.put(inv.key, Choice("ring", PlanParams()))
     with overlay_cache(ring):
         found = plans_of(op, function, *operands(4))
-        assert {call.config.algorithm for call in found.values()} == {"ring"}
+        assert {call.config.backend for call in found.values()} == {"ring"}
         assert collectives(function.lower(*operands(4)).compile().as_text()).keys() >= {"collective-permute"}
 
 
@@ -445,5 +445,5 @@ def test_a_remote_call_has_gradients_by_another_plan(op: str):
                 mesh=mesh, in_specs=tuple(specs[:2]), out_specs=specs[2],
             )  # fmt: skip
             found = plans_of(op, all_of(mapped), *structs)
-    assert found["forward"].config.algorithm == "remote"
-    assert found["backward"].config.algorithm == "collective"
+    assert found["forward"].config.backend == "remote"
+    assert found["backward"].config.backend == "collective"

@@ -181,11 +181,11 @@ def test_the_op_takes_chunks_that_fill_the_device_there(
             Executor(ConfigSelectorChain()).choose_config, kernel("ragged_page_attention"), *positional, **keywords
         )
         assert choose(platform="pallas").params == HopperChunkParams(2)
-        assert choose(platform=("triton", "pallas")).platform == "triton"
-        by_chunks = "cuda" if compiler else "pallas"
+        assert choose(platform=("triton", "pallas")).backend == "triton"
+        by_chunks = "cuda" if compiler else "hopper"
         inv, _ = prepared(kernel("ragged_page_attention"), positional, keywords, concrete=False)
-        assert kernel("ragged_page_attention").preferred_cfg(inv).platform == (by_chunks if first else "triton")
-        assert choose().platform == ("pallas" if first else "triton")  # what nvcc has compiled comes before it
+        assert kernel("ragged_page_attention").preferred_cfg(inv).backend == (by_chunks if first else "triton")
+        assert choose().backend == ("hopper" if first else "triton")  # what nvcc has compiled comes before it
 
 
 def test_what_ships_can_run():

@@ -194,7 +194,7 @@ def real_ops(mesh, records):
     attention = kernel_of("flash_attention")
     inv, _ = prepared(attention, (x, x, x), {"causal": True}, concrete=False)
     heuristic = attention.heuristic_cfg(inv)
-    others = [c for c in attention.config_space(inv) if c != heuristic and c.implementation == heuristic.implementation]
+    others = [c for c in attention.config_space(inv) if c != heuristic and c.backend == heuristic.backend]
     if INDEX == 1:
         default_chain().cache.put(inv.key, others[0])
 

@@ -33,9 +33,9 @@ def call(key, cfg, **kwargs):
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """A config of an implementation."""
+    """A config of a backend."""
 
-    implementation: str
+    backend: str
     block: int
 
 

@@ -6,7 +6,8 @@ import json
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.op.choice import Choice, Platform
+from tilewright.compat.base import KernelConfig
+from tilewright.kernels.op.choice import Choice
 from tilewright.modules import FlashAttention
 from tilewright.ops import FwdParams
 from tilewright.ops.kernel.prepared import prepared
@@ -35,11 +36,9 @@ class Tiles:
 
 
 def test_a_choice_names_its_implementation_and_the_params_that_are_set():
-    choice = Choice(Platform.XLA, None, FwdParams(q_blocksize=128, kv_blocksize=256))
+    choice = Choice("xla", FwdParams(q_blocksize=128, kv_blocksize=256))
     assert describe_config(choice) == "xla q_blocksize=128 kv_blocksize=256"
-    assert describe_config(dataclasses.replace(choice, platform=Platform.CUDA, algorithm="cutlass")).startswith(
-        "cuda:cutlass "
-    )
+    assert describe_config(KernelConfig(platform="cuda", algorithm="cutlass")).startswith("cuda:cutlass block_q=128 ")
 
 
 def test_nested_dataclasses_are_flattened_and_none_left_out():
@@ -66,6 +65,6 @@ def test_anything_else_comes_as_it_prints():
 
 
 def test_a_config_whose_type_is_not_loaded_reads_the_same_from_its_tagged_json():
-    choice = Choice(Platform.XLA, None, FwdParams(q_blocksize=128, kv_blocksize=256))
+    choice = Choice("xla", FwdParams(q_blocksize=128, kv_blocksize=256))
     for config in (choice, Outer(), Tiles()):
         assert describe_config(json.loads(json.dumps(tagged(config)))) == describe_config(config)

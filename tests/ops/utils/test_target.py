@@ -226,9 +226,9 @@ class TestSeveral:
             with jax.sharding.use_abstract_mesh(mesh):
                 lowered = jax.jit(causal).lower(struct)
                 explained = tilewright.explain(jax.grad(lambda q: causal(q).astype(jnp.float32).sum()), struct)
-        assert [(each.direction, each.config.implementation) for each in explained] == [
-            ("forward", "pallas"),
-            ("backward", "pallas"),
+        assert [(each.direction, each.config.backend) for each in explained] == [
+            ("forward", "hopper"),
+            ("backward", "hopper"),
         ]
         assert all("[data=2,model=2](data,-,model)" in each.choice.key for each in explained)
         assert "mhlo.num_partitions = 4" in lowered.as_text()
@@ -244,7 +244,7 @@ class TestSeveral:
                 (call,) = tilewright.explain(mapped, struct)
                 lowered = jax.jit(mapped).lower(struct)
         assert call.arguments.startswith("bf16[1,256,4,64]")
-        assert call.config.implementation == "pallas"
+        assert call.config.backend == "hopper"
         assert "mhlo.num_partitions = 2" in lowered.as_text()
 
     def test_automatic_axes(self):

@@ -9,10 +9,8 @@ from typing import Any
 
 import jax
 
-from tilewright.cli.mistakes import first_line
 from tilewright.kernels import OPS, kernel
-from tilewright.kernels.op.backend import Implementation, LazyImplementation
-from tilewright.kernels.op.choice import implementation_name
+from tilewright.kernels.op.backend import Implementation, Loaded, load_failure
 from tilewright.kernels.op.inputs import OpInputs
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.types import Device
@@ -49,10 +47,10 @@ def served_backends() -> list[ServedBackend]:
     """Probes every backend of every op. Takes seconds, since installed packages are imported."""
     present = present_devices()
     return [
-        _served(op, lazy, calls, present)
+        _served(op, loaded, calls, present)
         for op in OPS
         for calls in [list(calls_of(op)) if present else []]
-        for lazy in kernel(op).implementations
+        for loaded in kernel(op).backends
     ]
 
 
@@ -87,30 +85,28 @@ def calls_of(op: str) -> Iterator[OpInputs]:
         yield op_kernel.inputs_of(inv)
 
 
-def _served(op: str, lazy: LazyImplementation, calls: Sequence[OpInputs], present: Sequence[Device]) -> ServedBackend:
-    try:
-        loaded = lazy.load()
-    except Exception as error:  # an import runs code of packages that may be broken in any way
-        return ServedBackend(op, lazy.loaded.name, (), load_failure(error))
-    name = implementation_name(loaded.platform, loaded.algorithm)
+def _served(op: str, loaded: Loaded, calls: Sequence[OpInputs], present: Sequence[Device]) -> ServedBackend:
+    name, backend = loaded.name, loaded.backend
+    if backend is None:
+        return ServedBackend(op, name, (), with_hint(loaded.error))
     if not calls:
         return ServedBackend(op, name, (), "it can be loaded, and there is no device to ask it about")
-    reasons = {device.name: common_reasons(loaded, calls, device) for device in present}
+    reasons = {device.name: common_reasons(backend, calls, device) for device in present}
     serving = tuple(device for device, reasons_against in reasons.items() if not reasons_against)
     if serving:
-        broken = _late_import_error(loaded)
+        broken = _late_import_error(backend)
         return ServedBackend(op, name, () if broken else serving, broken)
     reasons_against = [_OF_DEVICE.sub("", reason) for reason in next(iter(reasons.values()))]
     if all(device.kind == "cpu" for device in present):
-        reasons_against += common_reasons(loaded, calls, STAND_IN)
+        reasons_against += common_reasons(backend, calls, STAND_IN)
     return ServedBackend(op, name, (), one_line(reasons_against))
 
 
-def common_reasons(loaded: Backend, calls: Sequence[OpInputs], device: Device) -> list[str]:
+def common_reasons(backend: Backend, calls: Sequence[OpInputs], device: Device) -> list[str]:
     """The reasons that a backend gives for every call; empty as soon as it serves one."""
     common: list[str] | None = None
     for inputs in calls:
-        reasons = loaded.not_supported_reasons(inputs, device, "forward")
+        reasons = backend.not_supported_reasons(inputs, device, "forward")
         if not reasons:
             return []
         common = reasons if common is None else [each for each in common if each in reasons] or common
@@ -123,21 +119,21 @@ def _late_import_error(backend: Backend) -> str:
         found = importlib.import_module(module) if module else None
         if function:
             getattr(found, function)()
-    except Exception as error:  # as above
-        return load_failure(error)
+    except Exception as error:  # an import runs code of packages that may be broken in any way
+        return with_hint(load_failure(error))
     return ""
 
 
-def load_failure(error: Exception) -> str:
-    """One line that tells why a package cannot be loaded, and what to install."""
-    package = (getattr(error, "name", None) or "").partition(".")[0]
-    kind = "" if isinstance(error, ImportError | OSError) else f"{type(error).__name__}: "
-    hint = f"; pip install 'tilewright[{EXTRAS[package]}]'" if package in EXTRAS else ""
-    return f"cannot be loaded: {kind}{first_line(error)}{hint}"
+def with_hint(why: str) -> str:
+    """The reason why a backend cannot be loaded in one line, with what to install."""
+    absent = _ABSENT.search(why)
+    hint = f"; pip install 'tilewright[{EXTRAS[absent[1]]}]'" if absent and absent[1] in EXTRAS else ""
+    return " ".join(why.split()) + hint
 
 
 # The part of a reason about the device, whose name is shown above the table.
 _OF_DEVICE = re.compile(r", got [^,;]* \(device\.capability=.*\)$")
+_ABSENT = re.compile(r"No module named '?(\w+)")
 _OF_EXTRA = re.compile(r"needs the package (\S+).* \(extra (\w+)\), which is not installed")
 
 

@@ -16,6 +16,7 @@ from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 class XlaNorm(Implementation[NormInputs, NormResults, FwdParams, BwdParams]):
     """Supports every floating-point dtype and shape; has no params."""
 
+    name: ClassVar[str] = "xla"
     platform: ClassVar[Platform] = Platform.XLA
     forward_mode: ClassVar[bool] = True
     symbolic_dimensions: ClassVar[bool] = True

@@ -5,9 +5,9 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Never, cast
+from typing import Any, ClassVar, Never
 
-from tilewright.kernels.op.choice import Choice, Platform, implementation_name
+from tilewright.kernels.op.choice import Choice, Platform
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.op.inputs import OpInputs
 from tilewright.ops.kernel.builds import Build
@@ -22,7 +22,8 @@ class Implementation[Inputs: OpInputs, Results, Forward, Backward](abc.ABC):
     All methods but ``forward`` and ``backward`` get inputs with ``ShapeDtypeStruct`` in place of arrays.
 
     Attributes:
-      algorithm: distinguishes several implementations on one platform.
+      name: the one that it has among the backends of its op: a language, a hardware or a library, such as "hopper".
+      platform: the word that callers give for it, and for other backends in its language.
       serves: the names of the options that it computes, of both directions or by direction. A call with another option
         is declined: an option is a field of the inputs with a default, and with a value that is not that default.
       forward_params: type of the params of ``forward``.
@@ -35,8 +36,8 @@ class Implementation[Inputs: OpInputs, Results, Forward, Backward](abc.ABC):
         lowered code needs nothing from the process that lowered it.
     """
 
+    name: ClassVar[str]
     platform: ClassVar[Platform]
-    algorithm: ClassVar[str | None] = None
     serves: ClassVar[frozenset[str] | Mapping[Direction, frozenset[str]]] = frozenset()
     forward_params: ClassVar[type] = FwdParams
     backward_params: ClassVar[type] = BwdParams
@@ -150,6 +151,11 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
+def load_failure(error: Exception) -> str:
+    """The reason why a module cannot be loaded."""
+    return f"cannot be loaded: {error if isinstance(error, ImportError | OSError) else one_line(error)}"
+
+
 @dataclasses.dataclass(frozen=True)
 class LazyImplementation:
     """A backend that is imported when it is first needed, once a process.
@@ -160,24 +166,10 @@ class LazyImplementation:
 
     where: str
 
-    @functools.cached_property
+    @property
     def loaded(self) -> "Loaded":
         """The backend, or the reason why it cannot be loaded here."""
         return _load(self.where)
-
-    @property
-    def load_error(self) -> str:
-        """The reason why it cannot be loaded; empty if it can."""
-        return self.loaded.error
-
-    def load(self) -> Implementation[Any, Any, Any, Any]:
-        """Imports the backend.
-
-        Raises:
-          ImportError, OSError: a requirement is missing.
-        """
-        module, _, name = self.where.partition(":")
-        return cast("Implementation[Any, Any, Any, Any]", getattr(importlib.import_module(module), name)())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -185,7 +177,7 @@ class Loaded:
     """A backend after the attempt to import it.
 
     Attributes:
-      name: "xla" or "cuda:cudnn"; the name of its module or folder if it cannot be loaded.
+      name: the backend's; that of its module or folder if it cannot be loaded.
       error: the reason why it cannot be loaded; empty if it can.
     """
 
@@ -196,16 +188,14 @@ class Loaded:
 
 @functools.cache
 def _load(where: str) -> Loaded:
-    *folders, module = where.partition(":")[0].split(".")
-    name = folders[-1] if module == "backend" else module
+    path, _, kind = where.partition(":")
+    *folders, module = path.split(".")
     try:
-        backend = LazyImplementation(where).load()
-    except (ImportError, OSError) as error:
-        return Loaded(name, None, f"cannot be loaded: {error}")
+        backend = getattr(importlib.import_module(path), kind)()
     # Exception: a package of an unexpected version may raise anything; the other backends still run.
     except Exception as error:
-        return Loaded(name, None, f"cannot be loaded: {one_line(error)}")
-    return Loaded(implementation_name(backend.platform, backend.algorithm), backend)
+        return Loaded(folders[-1] if module == "backend" else module, None, load_failure(error))
+    return Loaded(backend.name, backend)
 
 
 def lazy(where: str) -> LazyImplementation:
@@ -229,8 +219,7 @@ class Backends:
 
     def find(self, choice: Choice) -> Implementation[Any, Any, Any, Any] | None:
         """The backend that a choice names, if it can be loaded here."""
-        found = (each for each in self.usable if (each.platform, each.algorithm) == (choice.platform, choice.algorithm))
-        return next(found, None)
+        return next((each for each in self.usable if each.name == choice.backend), None)
 
     def of(self, choice: Choice) -> Implementation[Any, Any, Any, Any]:
         """The backend that a choice names.
@@ -240,5 +229,5 @@ class Backends:
         """
         found = self.find(choice)
         if found is None:
-            raise ValueError(f"{self._op} has no implementation {choice.implementation!r} that can be loaded here")
+            raise ValueError(f"{self._op} has no backend {choice.backend!r} that can be loaded here")
         return found

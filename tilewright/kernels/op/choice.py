@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tilewright.ops.kernel.kernel import Invocation
@@ -21,32 +21,37 @@ class Platform(enum.StrEnum):
     MESH = "mesh"
 
 
-@stable_id("tilewright/portfolio.Choice", formerly=("tilewright.kernels.portfolio:Choice",))
+def _by_backend(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a choice, from those of versions before 0.2: a platform and an algorithm, which could be null."""
+    if "platform" not in fields:
+        return fields
+    platform = "hopper" if fields["platform"] == Platform.PALLAS else str(fields["platform"])
+    others = {name: value for name, value in fields.items() if name not in ("platform", "algorithm")}
+    return {"backend": fields.get("algorithm") or platform, **others}
+
+
+@stable_id("tilewright/portfolio.Choice", formerly=("tilewright.kernels.portfolio:Choice",), converted=_by_backend)
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """The implementation that runs, and its params.
+    """The backend that runs, and its params.
 
     Attributes:
-      params: the implementation's own config: frozen, of its ``forward_params`` or ``backward_params`` type.
+      backend: its name, such as "hopper" or "cudnn". A platform's name, in a config that a caller gives, is the op's
+        first backend there that can serve the call.
+      params: the backend's own config: frozen, of its ``forward_params`` or ``backward_params`` type.
     """
 
-    platform: Platform
-    algorithm: str | None = None
+    backend: str
     params: Any = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "platform", Platform(self.platform))  # accepts and checks a plain name
-
-    @property
-    def implementation(self) -> str:
-        """The implementation's name, such as "xla" or "cuda:cutlass"."""
-        return implementation_name(self.platform, self.algorithm)
+        object.__setattr__(self, "backend", str(self.backend))  # a platform is an enum
 
     def __str__(self) -> str:
         if not dataclasses.is_dataclass(self.params):
-            return self.implementation if self.params is None else f"{self.implementation}({self.params})"
+            return self.backend if self.params is None else f"{self.backend}({self.params})"
         fields = ((field.name, getattr(self.params, field.name)) for field in dataclasses.fields(self.params))
-        return f"{self.implementation}({', '.join(f'{name}={value}' for name, value in fields if value is not None)})"
+        return f"{self.backend}({', '.join(f'{name}={value}' for name, value in fields if value is not None)})"
 
 
 @stable_id("tilewright/portfolio.PerDirection", formerly=("tilewright.kernels.portfolio:PerDirection",))
@@ -64,21 +69,17 @@ class CommonConfig(abc.ABC):
     __slots__ = ()
 
     @abc.abstractmethod
-    def chosen(self, choices: Iterable[tuple[Choice, type]], inv: Invocation[Choice, Any]) -> Choice:
+    def chosen(self, choices: Iterable[tuple[Choice, Platform, type]], inv: Invocation[Choice, Any]) -> Choice:
         """The first of the choices that this config fits, with its params.
 
         Args:
-          choices: the heuristic choices of the backends that can serve the call, best first, with the types of their
-            params.
+          choices: the heuristic choices of the backends that can serve the call, best first, with the platforms and the
+            types of their params.
 
         Raises:
           UnsupportedError: it fits none.
         """
 
 
-DECLARED = Choice(Platform.XLA, "declared")
+DECLARED = Choice("declared")
 """The config of a call that is traced and has none yet."""
-
-
-def implementation_name(platform: Platform, algorithm: str | None) -> str:
-    return str(platform) if algorithm is None else f"{platform}:{algorithm}"

@@ -76,10 +76,10 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
             part = cfg.forward if inv.direction == "forward" else cfg.backward
             return None if part is None else self.resolve_config(part, inv)
         if isinstance(cfg, CommonConfig):
-            choices = self._by_preference(inv)
-            return cfg.chosen(((c, _params_types(self.backends.of(c), inv.direction)[0]) for c in choices), inv)
+            found = ((choice, self.backends.of(choice)) for choice in self._by_preference(inv))
+            return cfg.chosen(((c, each.platform, _params_types(each, inv.direction)[0]) for c, each in found), inv)
         if isinstance(cfg, Choice):
-            return self._checked_choice(cfg, inv)
+            return self._checked_choice(self._by_name(cfg, inv), inv)
         for choice in self._by_preference(inv):
             expected, other = _params_types(self.backends.of(choice), inv.direction)
             if isinstance(cfg, expected):
@@ -88,8 +88,17 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
                 return None
         raise TypeError(
             f"{cfg=} of type {type(cfg).__name__} is no config of {self.name}; give a "
-            f"Choice(platform, algorithm, params), PerDirection(forward, backward), a KernelConfig, or bare params"
+            f"Choice(backend, params), PerDirection(forward, backward), a KernelConfig, or bare params"
         )
+
+    def _by_name(self, choice: Choice, inv: Call) -> Choice:
+        """The choice; if it has a platform for a backend, with the first one there that can serve the call."""
+        if choice.backend not in _PLATFORMS or self.backends.find(choice) is not None:
+            return choice
+        there = [each for each in self.backends.usable if each.platform == choice.backend]
+        able = [each for each in there if not self._backend_reasons(each, inv)]
+        # Of those that cannot serve the call the first one tells why.
+        return next((dataclasses.replace(choice, backend=each.name) for each in able or there), choice)
 
     def _checked_choice(self, choice: Choice, inv: Call) -> Choice | None:
         backend = self.backends.of(choice)
@@ -98,10 +107,10 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
         if isinstance(choice.params, other) and not isinstance(choice.params, expected):
             return None
         if not isinstance(choice.params, expected):
-            raise TypeError(f"{choice.params=} must be of type {expected.__name__} for {choice.implementation!r}")
+            raise TypeError(f"{choice.params=} must be of type {expected.__name__} for {choice.backend!r}")
         why = self._backend_reasons(backend, inv)
         if why:
-            raise UnsupportedError(f"{self.name} ({inv.direction})", {choice.implementation: why})
+            raise UnsupportedError(f"{self.name} ({inv.direction})", {choice.backend: why})
         return choice
 
     def config_reasons(self, inv: Call, cfg: object) -> list[str]:
@@ -110,9 +119,9 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
             return [f"a Choice was expected, got {type(cfg).__name__}"]
         backend = self.backends.find(cfg)
         if backend is None:
-            return [f"{self.name} has no implementation {cfg.implementation!r} that can be loaded here"]
+            return [f"{self.name} has no backend {cfg.backend!r} that can be loaded here"]
         why, allowed = self._backend_reasons(backend, inv), self._allowed(inv)
-        if allowed is not None and cfg.platform not in allowed:
+        if allowed is not None and backend.platform not in allowed:
             why = [*why, f"the caller wants one of the platforms {', '.join(allowed)}"]
         if why:
             return why
@@ -240,10 +249,15 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
         allowed, reasons = self._allowed(inv), self.reasons(inv)
         if allowed is not None:
             absent = set(allowed) - {each.platform for each in self.backends.usable}
-            # A backend that cannot be loaded has its module's name, which need not begin with a platform: its reason
-            # stays.
+            # Of a backend that cannot be loaded only the module's name is known, which need not be a platform's: its
+            # reason stays.
             others = _PLATFORMS - set(allowed)
-            reasons = {n: why for n, why in reasons.items() if n.partition(":")[0] not in others}
+            excluded = {
+                each.name
+                for each in self.backends
+                if (each.name if each.backend is None else each.backend.platform) in others
+            }
+            reasons = {name: why for name, why in reasons.items() if name not in excluded}
             reasons |= {str(platform): [f"{self.name} has no implementation for it here"] for platform in absent}
         return UnsupportedError(f"{self.name} ({inv.direction})", {n: why for n, why in reasons.items() if why})
 
@@ -251,19 +265,19 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
 
     def rejection_reasons(self, inv: Call, cfg: Choice, measured: Sequence[Any]) -> Mapping[str, tuple[str, ...]]:
         """The reasons against every implementation but the chosen one, or its result in the call's last tuning."""
-        others = {name: tuple(why) for name, why in self.reasons(inv).items() if name != cfg.implementation}
+        others = {name: tuple(why) for name, why in self.reasons(inv).items() if name != cfg.backend}
         order = [] if all(others.values()) else list(self._by_preference(inv))
         return {name: why or (self._why_not(name, inv, cfg, order, measured),) for name, why in others.items()}
 
     def _why_not(self, name: str, inv: Call, cfg: Choice, order: Sequence[Choice], measured: Sequence[Any]) -> str:
         """The reason why an implementation that can serve a call was not chosen; ``order`` is that without tuning."""
-        names = [each.implementation for each in order]
+        names = [each.backend for each in order]
         if name not in names:
             return f"supported, but excluded by platform={', '.join(self._allowed(inv) or ())} of the call"
         if result := _measured(name, measured, cfg):
             return result
         choice = order[names.index(name)]
-        if cfg.implementation not in names[: names.index(name)]:
+        if cfg.backend not in names[: names.index(name)]:
             commands = dict.fromkeys(
                 f"`{each.command(self.name)}`" for each in missing_builds(self.config_builds(inv, choice))
             )
@@ -272,7 +286,7 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
             return "supported, but not preferred: nothing measured it as faster"
         if self.backends.of(choice).deprioritized(self.inputs_of(inv), inv.target, inv.direction):
             return "supported, but probably slower for these shapes: nothing measured it as faster"
-        return f"supported, but behind {cfg.implementation} in the order of preference: nothing measured it as faster"
+        return f"supported, but behind {cfg.backend} in the order of preference: nothing measured it as faster"
 
 
 @functools.cache
@@ -306,7 +320,7 @@ def _reasons(backend: Backend, inputs: OpInputs, inv: Call) -> list[str]:
 def _choice_of(backend: Backend, inputs: OpInputs, inv: Call) -> Choice:
     """A backend's heuristic choice."""
     params = _first_params(backend, inputs, inv.target, inv.direction)
-    return Choice(backend.platform, backend.algorithm, params)
+    return Choice(backend.name, params)
 
 
 def _first_params(backend: Backend, inputs: OpInputs, device: Device, direction: Direction) -> Any:
@@ -336,7 +350,7 @@ def _params_types(backend: Backend, direction: Direction) -> tuple[type, type]:
 
 def _measured(name: str, measured: Sequence[Any], chosen: object) -> str:
     """The result of one backend's candidates in a tuning, relative to the chosen one; empty without any."""
-    candidates = [each for each in measured if each.config.implementation == name]
+    candidates = [each for each in measured if each.config.backend == name]
     if not candidates:
         return ""
     chosen_ms = next((each.time_ms for each in measured if each.config == chosen and each.eligible), None)

@@ -63,6 +63,7 @@ batching.primitive_batchers[declared_p] = _batched
 class Declared(Implementation[OpInputs, Any, None, None]):
     """Stands for the backend of a call whose config is not chosen yet; no call runs it."""
 
+    name: ClassVar[str] = "declared"
     platform: ClassVar[Platform] = Platform.XLA
 
     def __init__(self, results: Callable[[Any], Any]) -> None:

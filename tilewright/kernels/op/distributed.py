@@ -53,7 +53,7 @@ class PlanParams:
 
 
 class Plan[Inputs: DistributedInputs, Results](Implementation[Inputs, Results, PlanParams, PlanParams], abc.ABC):
-    """A way to compute a call over several devices; ``algorithm`` is its name.
+    """A way to compute a call over several devices; its name is a strategy.
 
     Attributes:
       stands_for: strategies without a backward pass, for whose gradients this plan may be taken.
@@ -76,7 +76,7 @@ class Plan[Inputs: DistributedInputs, Results](Implementation[Inputs, Results, P
 
     def reasons(self, inputs: Inputs, device: Device, direction: Direction) -> list[str]:
         why = self.plan_reasons(inputs, device, direction)
-        wanted = {"auto", self.algorithm} | (self.stands_for if direction == "backward" else frozenset())
+        wanted = {"auto", self.name} | (self.stands_for if direction == "backward" else frozenset())
         return why if inputs.strategy in wanted else [f"the caller wants strategy={inputs.strategy!r}", *why]
 
     def candidates(self, inputs: Inputs, device: Device, direction: Direction) -> Iterable[PlanParams]:
@@ -110,7 +110,7 @@ class DistributedOp[Inputs: DistributedInputs, Results](ChoosingOp[Inputs, Resul
         """
         if inputs.strategy == "auto":
             return
-        plans = {each.algorithm: each for each in self.backends.usable}
+        plans = {each.name: each for each in self.backends.usable}
         if inputs.strategy not in plans:
             names = ", ".join(map(repr, ("auto", *plans)))
             raise ValueError(f"strategy={inputs.strategy!r} must be one of {names}")

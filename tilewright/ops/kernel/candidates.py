@@ -93,5 +93,6 @@ class Candidate:
 
 
 def kind_of(config: object) -> str:
-    """The implementation that a config names; empty if it names none."""
-    return str(getattr(config, "implementation", ""))
+    """The backend that a config names; empty if it names none."""
+    backend = getattr(config, "backend", "")
+    return backend if type(backend) is str else ""  # of a `KernelConfig` it is a kind of hardware

@@ -10,14 +10,15 @@ import re
 def describe_config(config: object) -> str:
     """Formats a config for reading: nested dataclasses are flattened, fields that are None are left out.
 
-    The platform, and the algorithm if there is one, come first and without their field names. A config whose type is
-    not loaded may be given as its tagged JSON (`ops.utils.serialize`).
+    The backend, or the platform and an algorithm, come first and without their field names. A config whose type is not
+    loaded may be given as its tagged JSON (`ops.utils.serialize`).
     """
     if not _has_fields(config):
         return _value(config)
     fields = dict(_fields(config))
-    platform = [str(fields.pop(name)) for name in ("platform", "algorithm") if name in fields]
-    return " ".join([":".join(platform)] * bool(platform) + [f"{name}={value}" for name, value in fields.items()])
+    names = ("platform", "algorithm") if "platform" in fields else ("backend",)
+    first = [str(fields.pop(name)) for name in names if name in fields]
+    return " ".join([":".join(first)] * bool(first) + [f"{name}={value}" for name, value in fields.items()])
 
 
 def _has_fields(value: object) -> bool:

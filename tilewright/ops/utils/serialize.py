@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.ops.utils.fingerprint import sharding_fingerprint, sharding_from_fingerprint
-from tilewright.ops.utils.stable_ids import find_class, id_of, is_id, loaded_class
+from tilewright.ops.utils.stable_ids import current_fields, find_class, id_of, is_id, loaded_class
 
 type Json = bool | int | float | str | list[Json] | dict[str, Json] | None
 
@@ -308,7 +308,7 @@ def _untag_dataclass(untag: Untagger, resolve: Resolver, qualified: str, fields:
     kind = resolve(qualified)
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         raise ValueError(f"{qualified!r} is not a dataclass")
-    return kind(**{name: untag(part) for name, part in fields.items()})
+    return kind(**current_fields(kind, {name: untag(part) for name, part in fields.items()}))
 
 
 def _untag_named_tuple(untag: Untagger, resolve: Resolver, qualified: str, fields: Mapping[str, object]) -> Any:
@@ -439,7 +439,7 @@ def _decode(data: object, kind: object, path: str) -> Any:
 
 
 def _decode_fields(data: Mapping[str, object], kind: type, path: str) -> Any:
-    hints = _hints(kind)
+    hints, data = _hints(kind), current_fields(kind, data)
     unknown = sorted(data.keys() - hints.keys())
     if unknown:
         raise ValueError(f"{path} has no field {unknown}; its fields are {list(hints)}")

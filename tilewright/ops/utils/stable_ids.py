@@ -9,19 +9,25 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 _ID = re.compile(r"[A-Za-z_]\w*/[\w.]+", re.ASCII)
 _NAME_IN_JSON = re.compile(r'"([\w.]+:[\w.]+)"', re.ASCII)
 _ID_IN_JSON = re.compile(r'"([A-Za-z_]\w*/[\w.]+)"', re.ASCII)
 
+type Fields = Mapping[str, Any]
+
 _CLASSES: dict[str, type] = {}
 _IDS: dict[type, str] = {}
 _CURRENT: dict[str, str] = {}
 _FORMER: dict[str, tuple[str, ...]] = {}
+_CONVERTED: dict[str, Callable[[Fields], Fields]] = {}
 
 
-def stable_id[T: type](id: str, *, formerly: Iterable[str] = ()) -> Callable[[T], T]:
+def stable_id[T: type](
+    id: str, *, formerly: Iterable[str] = (), converted: Callable[[Fields], Fields] | None = None
+) -> Callable[[T], T]:
     """Decorates a class with the id that files use to name it.
 
     If a process reads the id before the class is defined, the package is imported; if that does not define the class,
@@ -30,6 +36,7 @@ def stable_id[T: type](id: str, *, formerly: Iterable[str] = ()) -> Callable[[T]
     Args:
       id: ``"package/Name"`` with an importable top-level package; it must never be given to another class.
       formerly: the names ``"module:Qualname"`` that earlier versions wrote for the class, the latest first.
+      converted: maps the fields of a dataclass that any version wrote to those that the class has.
 
     Raises:
       ValueError: the id is malformed, or belongs to another class.
@@ -45,6 +52,8 @@ def stable_id[T: type](id: str, *, formerly: Iterable[str] = ()) -> Callable[[T]
             raise ValueError(f"{id=} of {kind!r} is the id of {known!r}")
         _CLASSES[id], _IDS[kind], _FORMER[id] = kind, id, names
         _CURRENT.update(dict.fromkeys(names, id))
+        if converted is not None:
+            _CONVERTED[id] = converted
         return kind
 
     return decorate
@@ -52,6 +61,12 @@ def stable_id[T: type](id: str, *, formerly: Iterable[str] = ()) -> Callable[[T]
 
 id_of = _IDS.get
 """The id of a class itself, or ``None``; ids of its base classes do not count."""
+
+
+def current_fields(kind: type, fields: Fields) -> Fields:
+    """The fields of a dataclass, from those that any version wrote."""
+    converted = _CONVERTED.get(_IDS.get(kind, ""))
+    return fields if converted is None else converted(fields)
 
 
 def is_id(name: str) -> bool:

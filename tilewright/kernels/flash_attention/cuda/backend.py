@@ -64,8 +64,8 @@ class CudaBackwardParams:
 class CudaFlashAttention(Implementation[AttentionInputs, Results, CudaForwardParams, CudaBackwardParams]):
     """Supports float32, float16 and bfloat16, any head dim and all but biases of positions, from capability 5.0 on."""
 
+    name: ClassVar[str] = "cuda"
     platform: ClassVar[Platform] = Platform.CUDA
-    algorithm: ClassVar[str | None] = None
     forward_params: ClassVar[type] = CudaForwardParams
     backward_params: ClassVar[type] = CudaBackwardParams
     serves: ClassVar[frozenset[str]] = frozenset(

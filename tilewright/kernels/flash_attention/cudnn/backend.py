@@ -128,8 +128,8 @@ def computed_dim(inputs: AttentionInputs, carries_d_lse: bool) -> int:
 class CudnnFlashAttention(Implementation[AttentionInputs, Results, CudnnForwardParams, CudnnBackwardParams]):
     """Supports float16 and bfloat16 with causal masks, windows, lengths and a bias, from compute capability 8.0 on."""
 
+    name: ClassVar[str] = "cudnn"
     platform: ClassVar[Platform] = Platform.CUDA
-    algorithm: ClassVar[str | None] = "cudnn"
     forward_params: ClassVar[type] = CudnnForwardParams
     backward_params: ClassVar[type] = CudnnBackwardParams
     # Its dropout is by a generator of its own, not by that of ``dropout_seed``.

@@ -1,6 +1,7 @@
 """The op of attention over a split sequence: its argument list, and what its plans share."""
 
 import abc
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
@@ -135,7 +136,7 @@ class ContextParallelOp(DistributedOp[ContextInputs, Any], Portfolio[ContextInpu
         if isinstance(cfg, Choice) and self.backends.find(cfg) is not None:
             return super().resolve_config(cfg, inv)
         best = self.heuristic_cfg(inv)
-        return Choice(best.platform, best.algorithm, PlanParams(cfg))
+        return dataclasses.replace(best, params=PlanParams(cfg))
 
     def results(self, inputs: ContextInputs) -> Any:
         """``(out, lse)`` of this device's queries."""

@@ -28,13 +28,13 @@ class ContextPlan(TracedPlan[ContextInputs, Results], abc.ABC):
     serves: ClassVar[frozenset[str]] = _SERVED
 
     def is_best(self, inputs: ContextInputs, device: Device, direction: Direction) -> bool:
-        return best_strategy(inputs) == self.algorithm
+        return best_strategy(inputs) == self.name
 
 
 class RingAttention(ContextPlan):
     """Keys and values go around, behind the computation."""
 
-    algorithm: ClassVar[str | None] = "ring"
+    name: ClassVar[str] = "ring"
 
     def plan_reasons(self, inputs: ContextInputs, device: Device, direction: Direction) -> list[str]:
         return []
@@ -46,7 +46,7 @@ class RingAttention(ContextPlan):
 class GatheredAttention(ContextPlan):
     """Keys and values are gathered before one call."""
 
-    algorithm: ClassVar[str | None] = "all_gather"
+    name: ClassVar[str] = "all_gather"
 
     def plan_reasons(self, inputs: ContextInputs, device: Device, direction: Direction) -> list[str]:
         return []
@@ -58,7 +58,7 @@ class GatheredAttention(ContextPlan):
 class UlyssesAttention(ContextPlan):
     """Rows are exchanged for heads around one call."""
 
-    algorithm: ClassVar[str | None] = "ulysses"
+    name: ClassVar[str] = "ulysses"
 
     def plan_reasons(self, inputs: ContextInputs, device: Device, direction: Direction) -> list[str]:
         why = ulysses_reason(inputs)

@@ -41,8 +41,8 @@ from tilewright.ops.types import Device, Direction
 class Fa4FlashAttention(Implementation[AttentionInputs, Results, Fa4ForwardParams, Fa4BackwardParams]):
     """Supports float16 and bfloat16 with causal masks, windows, a soft cap and lengths, on compute capability 9.0."""
 
+    name: ClassVar[str] = "fa4"
     platform: ClassVar[Platform] = Platform.CUDA
-    algorithm: ClassVar[str | None] = "fa4"
     forward_params: ClassVar[type] = Fa4ForwardParams
     backward_params: ClassVar[type] = Fa4BackwardParams
     serves: ClassVar[frozenset[str]] = frozenset({"mask", "logits_soft_cap", "precision"})

@@ -167,6 +167,7 @@ def bias_gradient_of(inputs: AttentionInputs, params: HopperForwardParams | Back
 class PallasGpuFlashAttention(Implementation[AttentionInputs, Results, HopperForwardParams, BackwardParams]):
     """Serves float16 and bfloat16 of head dims up to 256 on compute capability 9.0."""
 
+    name: ClassVar[str] = "hopper"
     platform: ClassVar[Platform] = Platform.PALLAS
     keeps_lowering: ClassVar[bool] = True
     serves: ClassVar[frozenset[str]] = frozenset(

@@ -41,6 +41,7 @@ class TritonFlashAttention(Implementation[AttentionInputs, Results, TritonForwar
     A bias of positions is the one option that it does not serve.
     """
 
+    name: ClassVar[str] = "triton"
     platform: ClassVar[Platform] = Platform.TRITON
     forward_params: ClassVar[type] = TritonForwardParams
     backward_params: ClassVar[type] = TritonBackwardParams

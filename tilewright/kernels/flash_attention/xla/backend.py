@@ -57,6 +57,7 @@ class XlaFlashAttention(Implementation[AttentionInputs, Results, FwdParams, BwdP
     be partitioned over devices: then batch and heads stay whole axes, which the partitioner can split.
     """
 
+    name: ClassVar[str] = "xla"
     platform: ClassVar[Platform] = Platform.XLA
     forward_mode: ClassVar[bool] = True
     symbolic_dimensions: ClassVar[bool] = True

@@ -31,6 +31,7 @@ class HopperLinearCrossEntropy(BlockedCrossEntropy[HopperLossParams, HopperLossB
     cuBLAS's.
     """
 
+    name: ClassVar[str] = "hopper"
     platform: ClassVar[Platform] = Platform.PALLAS
     keeps_lowering: ClassVar[bool] = True
     serves: ClassVar[frozenset[str]] = SERVED_BY_LOOPS | {

@@ -31,6 +31,7 @@ class TritonLinearCrossEntropy(BlockedCrossEntropy[TritonLossParams, TritonLossB
     With operands in bfloat16 the gradient of the logits is in bfloat16, otherwise in float32, and so are its matmuls.
     """
 
+    name: ClassVar[str] = "triton"
     platform: ClassVar[Platform] = Platform.TRITON
     serves: ClassVar[frozenset[str]] = SERVED_BY_LOOPS | {
         "bias", "vocab_first", "label_smoothing", "logits_soft_cap", "gradient_epsilon",

@@ -19,6 +19,7 @@ from tilewright.ops.types import Device, Direction
 class XlaLinearCrossEntropy(BlockedCrossEntropy[XlaLossParams, XlaLossBackwardParams]):
     """Serves every call."""
 
+    name: ClassVar[str] = "xla"
     platform: ClassVar[Platform] = Platform.XLA
     serves: ClassVar[frozenset[str]] = SERVED_BY_LOOPS | {
         "bias", "vocab_first", "label_smoothing", "logits_soft_cap", "gradient_epsilon",

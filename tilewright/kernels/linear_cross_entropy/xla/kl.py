@@ -26,6 +26,7 @@ from tilewright.ops.types import Device, Direction
 class XlaLinearKlDivergence(Implementation[KlInputs, LossResults, XlaLossParams, XlaLossBackwardParams]):
     """Serves every call."""
 
+    name: ClassVar[str] = "xla"
     platform: ClassVar[Platform] = Platform.XLA
     serves: ClassVar[frozenset[str]] = frozenset(
         {"mask", "token_weights", "temperature", "vocab_first", "logits_soft_cap", "is_part"}

@@ -72,28 +72,28 @@ class PartsPlan(Plan[CollectiveInputs, jax.Array], abc.ABC):
 class Collective(PartsPlan):
     """A collective, and one matmul before or after it."""
 
-    algorithm: ClassVar[str | None] = "collective"
+    name: ClassVar[str] = "collective"
     parts: ClassVar[PartsStrategy] = "collective"
 
 
 class Ring(PartsPlan):
     """A part is multiplied while the next one comes from a neighbour."""
 
-    algorithm: ClassVar[str | None] = "ring"
+    name: ClassVar[str] = "ring"
     parts: ClassVar[PartsStrategy] = "ring"
 
 
 class Bidirectional(PartsPlan):
     """The same from both neighbours."""
 
-    algorithm: ClassVar[str | None] = "bidirectional"
+    name: ClassVar[str] = "bidirectional"
     parts: ClassVar[PartsStrategy] = "bidirectional"
 
 
 class Remote(Plan[CollectiveInputs, jax.Array]):
     """One kernel, whose devices send their rows or their products to each other."""
 
-    algorithm: ClassVar[str | None] = "remote"
+    name: ClassVar[str] = "remote"
     serves: ClassVar[frozenset[str]] = frozenset({"transpose_rhs", "precision"})
 
     def plan_reasons(self, inputs: CollectiveInputs, device: Device, direction: Direction) -> list[str]:

@@ -31,6 +31,7 @@ class _HopperBackend(MatmulBackend[MatmulParams, Any], abc.ABC):
     An activation is in the epilogue of the forward kernel, and all products of the gradient of lhs in one accumulator.
     """
 
+    name: ClassVar[str] = "hopper"
     platform: ClassVar[Platform] = Platform.PALLAS
     keeps_lowering: ClassVar[bool] = True
     forward_params: ClassVar[type] = MatmulParams

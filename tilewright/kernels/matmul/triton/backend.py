@@ -33,6 +33,7 @@ class _TritonBackend(MatmulBackend[Any, Any], abc.ABC):
     A gated op is one kernel forward, which reads the rows once. A call without groups has one of all rows.
     """
 
+    name: ClassVar[str] = "triton"
     platform: ClassVar[Platform] = Platform.TRITON
     late_import: ClassVar[str] = "triton"
     serves: ClassVar[frozenset[str]] = frozenset(

@@ -23,6 +23,7 @@ type Params = FwdParams | BwdParams | XlaGluBackwardParams | XlaBlockParams | Xl
 class _XlaBackend(MatmulBackend[Any, Any], abc.ABC):
     """Serves every call, a grouped one in loops over blocks of rows of one group each; ops differ in their params."""
 
+    name: ClassVar[str] = "xla"
     platform: ClassVar[Platform] = Platform.XLA
     forward_mode: ClassVar[bool] = True
     symbolic_dimensions: ClassVar[bool] = True

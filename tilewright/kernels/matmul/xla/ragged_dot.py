@@ -24,8 +24,8 @@ class RaggedDot(Implementation[MatmulInputs, Any, FwdParams, BwdParams]):
     first choice, not even on a GPU for few rows, where all rows' products with a matrix take no longer than reading it.
     """
 
+    name: ClassVar[str] = "ragged_dot"
     platform: ClassVar[Platform] = Platform.XLA
-    algorithm: ClassVar[str | None] = "ragged_dot"
     serves: ClassVar[frozenset[str]] = frozenset({"group_sizes", "transpose_rhs", "precision"})
 
     def reasons(self, inputs: MatmulInputs, device: Device, direction: Direction) -> list[str]:

@@ -42,6 +42,7 @@ type Params = NormForwardParams | NormBackwardParams
 class TritonNorm(Implementation[NormInputs, NormResults, NormForwardParams, NormBackwardParams]):
     """Serves float16, bfloat16 and float32; sums are in float32, in one order."""
 
+    name: ClassVar[str] = "triton"
     platform: ClassVar[Platform] = Platform.TRITON
     forward_params: ClassVar[type] = NormForwardParams
     backward_params: ClassVar[type] = NormBackwardParams

@@ -105,6 +105,7 @@ class CudaPackedParams:
 class CudaPackedAttention(InferenceImplementation[PagedInputs, Results, CudaPackedParams]):
     """Supports packed queries over pages in float16 and bfloat16 on compute capability 9.0."""
 
+    name: ClassVar[str] = "cuda"
     platform: ClassVar[Platform] = Platform.CUDA
     forward_params: ClassVar[type] = CudaPackedParams
     serves: ClassVar[frozenset[str]] = SERVES

@@ -59,6 +59,7 @@ class HopperLatentParams:
 class PallasGpuPagedAttention(InferenceImplementation[PagedInputs, Results, HopperLatentParams]):
     """Serves pages of latents of 512 and 64 in float16 and bfloat16 on compute capability 9.0."""
 
+    name: ClassVar[str] = "hopper"
     platform: ClassVar[Platform] = Platform.PALLAS
     keeps_lowering: ClassVar[bool] = True
     forward_params: ClassVar[type] = HopperLatentParams

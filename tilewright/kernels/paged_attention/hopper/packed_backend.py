@@ -44,6 +44,7 @@ class HopperChunkParams:
 class PallasGpuPackedAttention(InferenceImplementation[PagedInputs, Results, HopperChunkParams]):
     """Serves packed queries over pages in float16 and bfloat16 on compute capability 9.0."""
 
+    name: ClassVar[str] = "hopper"
     platform: ClassVar[Platform] = Platform.PALLAS
     keeps_lowering: ClassVar[bool] = True
     forward_params: ClassVar[type] = HopperChunkParams

@@ -42,6 +42,7 @@ class TritonPagedAttention(InferenceImplementation[PagedInputs, Results, FwdPara
     Its params are ``q_blocksize``, ``kv_blocksize``, ``num_key_splits`` and those of the launch.
     """
 
+    name: ClassVar[str] = "triton"
     platform: ClassVar[Platform] = Platform.TRITON
     late_import: ClassVar[str] = "triton"
     forward_params: ClassVar[type] = FwdParams

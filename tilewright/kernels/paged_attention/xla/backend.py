@@ -31,6 +31,7 @@ class XlaPagedAttention(InferenceImplementation[PagedInputs, Results, FwdParams]
     ``blocksize_heads`` is the number of score matrices (query tiles × heads) processed at once.
     """
 
+    name: ClassVar[str] = "xla"
     platform: ClassVar[Platform] = Platform.XLA
     forward_params: ClassVar[type] = FwdParams
     symbolic_dimensions: ClassVar[bool] = True

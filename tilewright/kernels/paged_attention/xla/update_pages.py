@@ -13,6 +13,7 @@ from tilewright.ops.utils.datacarrier import FwdParams
 class XlaUpdatePages(InferenceImplementation[WriteInputs, Cache, FwdParams]):
     """Serves every call; has no params."""
 
+    name: ClassVar[str] = "xla"
     platform: ClassVar[Platform] = Platform.XLA
     forward_params: ClassVar[type] = FwdParams
     symbolic_dimensions: ClassVar[bool] = True
