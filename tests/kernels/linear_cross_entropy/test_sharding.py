@@ -14,6 +14,7 @@ from tests.kernels.linear_cross_entropy.conformance import check
 from tests.kernels.linear_cross_entropy.oracle import cross_entropy, kl_divergence
 from tests.support.suites import sampled
 from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase, LinearKlDivergenceCase
+from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.modules import linear_cross_entropy, linear_kl_divergence, linear_log_probs
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -243,6 +244,23 @@ def test_sums_over_a_split_vocabulary_are_float32():
             placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args[:2], specs, strict=True)]
             program = jax.jit(jax.grad(split, (0, 1))).lower(*placed).as_text("hlo")
         assert re.findall(r"= (\w+)\[[\d,]+\]\S* all-reduce\(", program) == ["f32"]
+
+
+def test_the_kernel_splits_a_vocabulary_as_the_function_does():
+    """Whichever arguments are given by name."""
+    args, _ = case_of("bfloat16")
+    kernel = LinearCrossEntropy()
+    mesh = mesh_of(AxisType.Explicit, vocab=8)
+    with jax.set_mesh(mesh):
+        specs = (P(), P(None, "vocab"))
+        x, weight = (jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args[:2], specs, strict=True))
+        calls = (
+            lambda x, w: linear_cross_entropy(x, w, args[2]),
+            lambda x, w: kernel(x, w, args[2]),
+            lambda x, w: kernel(x, weight=w, labels=args[2]),
+        )
+        texts = [jax.jit(call).lower(x, weight).as_text() for call in calls]
+    assert [text.count("stablehlo.all_gather") for text in texts] == [1, 1, 1]
 
 
 @pytest.mark.slow

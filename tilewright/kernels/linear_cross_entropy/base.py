@@ -54,7 +54,7 @@ class VocabularyLoss[Inputs: VocabularyInputs](PortfolioKernel[Inputs, LossResul
 
     def distributed(self, cfg: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
         """The loss over a vocabulary that ``axis_name`` splits, or the types of the arrays."""
-        if len(args) == 1:
+        if args and isinstance(args[0], VocabularyInputs):
             return None  # prepared inputs are those of a part
         given = dict(zip(self.positional, args, strict=False)) | dict(kwargs)
         axis_name, matrices = given.get("axis_name"), [given.get(name) for _, name in self.inputs_type.heads]
