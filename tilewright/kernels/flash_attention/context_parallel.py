@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from tilewright.kernels.flash_attention.op import ContextParallelAttention
+from tilewright.kernels.flash_attention.op import CONTEXT_PARALLEL_ATTENTION, ContextParallelAttention
 from tilewright.kernels.op.public import public_function
-
-_CONTEXT_PARALLEL_ATTENTION = ContextParallelAttention()
 
 
 @public_function(ContextParallelAttention.prepare)
@@ -62,4 +60,4 @@ def context_parallel_attention(*args: Any, **kwargs: Any) -> Any:
 
     The ring is that of arXiv 2310.01889 with the kernels of FlashAttention-2; "ulysses" is arXiv 2309.14509.
     """
-    return _CONTEXT_PARALLEL_ATTENTION(*args, **kwargs)
+    return CONTEXT_PARALLEL_ATTENTION(*args, **kwargs)

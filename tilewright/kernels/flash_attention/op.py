@@ -177,7 +177,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, Results]):
         """`context_parallel_attention` where the types of query, key and value split all of their lengths alike."""
         if not keys_travel({**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}):
             return None
-        return functools.partial(attention_on_explicit_axes, _CONTEXT_PARALLEL_ATTENTION, *args, cfg=cfg, **kwargs)
+        return functools.partial(attention_on_explicit_axes, CONTEXT_PARALLEL_ATTENTION, *args, cfg=cfg, **kwargs)
 
     def outputs(self, inputs: AttentionInputs, results: Results) -> Output | Results:
         """The caller's results, from ``(out, lse)``."""
@@ -280,7 +280,8 @@ class ContextParallelAttention(ContextParallelOp):
     kernel = _FLASH_ATTENTION
 
 
-_CONTEXT_PARALLEL_ATTENTION = ContextParallelAttention()
+CONTEXT_PARALLEL_ATTENTION = ContextParallelAttention()
+"""The one kernel behind the public function and behind calls whose types split all lengths alike."""
 
 
 @public_function(FlashAttention.prepare, attention_fn=True)

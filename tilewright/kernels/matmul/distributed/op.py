@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from tilewright.kernels.matmul.arguments import floating, widened
 from tilewright.kernels.matmul.distributed.inputs import CollectiveInputs
 from tilewright.kernels.numerics.dots import result_dtype
 from tilewright.kernels.op import arguments
@@ -48,13 +49,8 @@ class CollectiveMatmul(DistributedOp[CollectiveInputs, Any], PortfolioKernel[Col
         cfg: object = None,
     ) -> CollectiveInputs:
         """Checks a call inside ``shard_map``."""
-        left, right = arguments.as_array("lhs", lhs), arguments.as_array("rhs", rhs)
         transposed = arguments.flag("transpose_rhs", transpose_rhs)
-        if left.ndim < 2 or not arguments.is_floating(left.dtype):
-            raise ValueError(f"lhs must be a floating-point array [..., m, k], got {left.shape=}, {left.dtype=}")
-        if right.ndim != 2 or not arguments.is_floating(right.dtype):
-            form = "[n, k]" if transposed else "[k, n]"
-            raise ValueError(f"rhs must be a floating-point array {form}, got {right.shape=}, {right.dtype=}")
+        left, right = floating("lhs", lhs, "[..., m, k]"), floating("rhs", rhs, "[n, k]" if transposed else "[k, n]")
         if left.shape[-1] != right.shape[1 if transposed else 0]:
             raise ValueError(
                 f"lhs and rhs must have the same k, got {left.shape=}, {right.shape=} with {transpose_rhs=}"
@@ -71,12 +67,9 @@ class CollectiveMatmul(DistributedOp[CollectiveInputs, Any], PortfolioKernel[Col
                 f"lhs.shape={left.shape}"
             )
         dtype = result_dtype(preferred_element_type, left.dtype, right.dtype)
-        if dtype.itemsize == 8 and left.dtype.itemsize < 8 and right.dtype.itemsize < 8:
-            # Without an operand of 64 bits a backend runs without x64.
-            left = arguments.apply(lambda x: x.astype(dtype), left)
         mesh = jax.sharding.get_abstract_mesh()
         inputs = CollectiveInputs(
-            left,
+            widened(left, dtype, right),
             right,
             out_dtype=dtype.name,
             scatters=self.scatters,

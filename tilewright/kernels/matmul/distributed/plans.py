@@ -35,7 +35,7 @@ class PartsPlan(Plan[CollectiveInputs, jax.Array], abc.ABC):
 
     serves: ClassVar[frozenset[str]] = frozenset({"transpose_rhs", "precision"})
     stands_for: ClassVar[frozenset[str]] = frozenset({"remote"})
-    parts: ClassVar[PartsStrategy]
+    name: ClassVar[PartsStrategy]
 
     def plan_reasons(self, inputs: CollectiveInputs, device: Device, direction: Direction) -> list[str]:
         return []
@@ -43,17 +43,17 @@ class PartsPlan(Plan[CollectiveInputs, jax.Array], abc.ABC):
     def is_best(self, inputs: CollectiveInputs, device: Device, direction: Direction) -> bool:
         if direction == "forward" and takes_remote(inputs, device):
             return False
-        return best_parts(inputs, device, direction) == self.parts
+        return best_parts(inputs, device, direction) == self.name
 
     def forward(self, inputs: CollectiveInputs, params: PlanParams) -> jax.Array:
-        return (scattered_by_parts if inputs.scatters else gathered_by_parts)(inputs, self.parts)
+        return (scattered_by_parts if inputs.scatters else gathered_by_parts)(inputs, self.name)
 
     def backward(
         self, inputs: CollectiveInputs, results: object, cotangents: jax.Array, params: PlanParams
     ) -> dict[str, Any]:
         """Gradients of lhs and rhs, those that are used: of a gather that of lhs is the other op's."""
         if inputs.scatters:
-            return dict(zip(("lhs", "rhs"), scattered_gradients(inputs, cotangents, self.parts), strict=True))
+            return dict(zip(("lhs", "rhs"), scattered_gradients(inputs, cotangents, self.name), strict=True))
         # Without a barrier XLA takes the gather of the forward pass for this one, and keeps its result for it.
         (lhs, rhs), d_out = lax.optimization_barrier(((inputs.lhs, inputs.rhs), cotangents))
         inputs, gradients = inputs.replace(lhs=lhs, rhs=rhs), {}
@@ -65,29 +65,26 @@ class PartsPlan(Plan[CollectiveInputs, jax.Array], abc.ABC):
                 platform=inputs.platform,
             )  # fmt: skip
         if inputs.wants("rhs"):
-            gradients["rhs"] = gathered_rhs_gradient(inputs, d_out, self.parts)
+            gradients["rhs"] = gathered_rhs_gradient(inputs, d_out, self.name)
         return gradients
 
 
 class Collective(PartsPlan):
     """A collective, and one matmul before or after it."""
 
-    name: ClassVar[str] = "collective"
-    parts: ClassVar[PartsStrategy] = "collective"
+    name: ClassVar[PartsStrategy] = "collective"
 
 
 class Ring(PartsPlan):
     """A part is multiplied while the next one comes from a neighbour."""
 
-    name: ClassVar[str] = "ring"
-    parts: ClassVar[PartsStrategy] = "ring"
+    name: ClassVar[PartsStrategy] = "ring"
 
 
 class Bidirectional(PartsPlan):
     """The same from both neighbours."""
 
-    name: ClassVar[str] = "bidirectional"
-    parts: ClassVar[PartsStrategy] = "bidirectional"
+    name: ClassVar[PartsStrategy] = "bidirectional"
 
 
 class Remote(Plan[CollectiveInputs, jax.Array]):
