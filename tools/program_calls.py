@@ -56,10 +56,6 @@ SHARDED = {"flash_attention": (0, -2), "mla_decode": (), "update_pages": ()}
 """Which dimension of arrays of three or more is split over two devices, in a call for each; the heads' by default."""
 
 
-MAX_CONCRETE = 1 << 16
-"""Elements of an array that a case may look at."""
-
-
 def framework() -> Any:
     """What is used of Tilewright: the only imports from it, for modules move."""
     from tilewright.cli.options import CallOptions
@@ -233,60 +229,10 @@ def feature_calls(known: Any, op: str, device: str) -> list[OpCall]:
 
 
 def _call_of(known: Any, op: str, name: str, case: Any, *, is_feature: bool = False) -> OpCall:
-    """A case as a call; its large arrays are never made."""
-    import jax
-
-    made: list[Any] = []
-
-    def abstract() -> Any:
-        with _cheap_arrays():
-            positional, keywords = case.arguments()
-        function, args = known.flat_call(known.function(op), positional, keywords, known.kernel(op).differentiable)
-        made.append(function)
-        return args
-
-    args = jax.eval_shape(abstract)
-    return OpCall(op, name, made[0], args, is_feature)
-
-
-class _Zeros:
-    """A generator of random numbers; those that fill large arrays cost nothing."""
-
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-
-    def standard_normal(self, size: Any = None, dtype: Any = float) -> Any:
-        import numpy as np
-
-        return np.zeros(size, dtype)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
-
-
-@contextlib.contextmanager
-def _cheap_arrays() -> Iterator[None]:
-    """A context for tracing in which NumPy draws no large arrays, and small ones that it draws are not traced."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    asarray, default_rng = jnp.asarray, np.random.default_rng
-
-    def as_small_array(array: Any, dtype: Any = None, **kwargs: Any) -> Any:
-        if isinstance(array, np.ndarray) and array.size > MAX_CONCRETE:
-            return jnp.zeros(array.shape, dtype or array.dtype)
-        with jax.ensure_compile_time_eval():
-            return asarray(array, dtype, **kwargs)
-
-    def zeros(*seed: Any) -> Any:
-        return _Zeros(default_rng(*seed))
-
-    try:
-        jnp.asarray, np.random.default_rng = as_small_array, zeros  # type: ignore[assignment]
-        yield
-    finally:
-        jnp.asarray, np.random.default_rng = asarray, default_rng
+    """A case as a call of abstract arrays."""
+    given = case.abstract_arguments()
+    function, args = known.flat_call(known.function(op), *given, known.kernel(op).differentiable)
+    return OpCall(op, name, function, args, is_feature)
 
 
 @contextlib.contextmanager

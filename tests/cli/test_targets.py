@@ -9,6 +9,7 @@ import typer
 from tilewright.cli.functions import parse_arrays
 from tilewright.cli.options import CallOptions, parse_setting, parse_sizes
 from tilewright.cli.targets import flat_call, named_calls
+from tilewright.kernels import OPS, kernel
 from tilewright.ops.utils.device import current_device
 
 
@@ -38,6 +39,36 @@ def test_a_shape_becomes_a_case_with_the_fields_given():
     out, gradients = jax.eval_shape(call.function, *call.args)
     assert out.shape == (2, 128, 4, 32)
     assert [g.shape for g in gradients[0]] == [(2, 128, 4, 32), (2, 128, 2, 32), (2, 128, 2, 32)]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_arrays_of_a_case_are_not_drawn(op, monkeypatch):
+    """A case may have gigabytes; their shapes are enough to trace it."""
+    cases = kernel(op).cases
+    known = [cases.small, *cases.options.values()]
+    drawn = [case.arguments() for case in known]
+
+    class Undrawn:
+        def __init__(self, *seed):
+            self.generator = default_rng(*seed)
+
+        def __getattr__(self, name):
+            return getattr(self.generator, name)
+
+        def standard_normal(self, size, *dtype):
+            assert np.ndim(size) == 0, f"{size} numbers were drawn"
+            return self.generator.standard_normal(size, *dtype)
+
+    default_rng = np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", Undrawn)
+    for case, given in zip(known, drawn, strict=True):
+        of_structs, of_arrays = (jax.tree.flatten(each) for each in (case.abstract_arguments(), given))
+        assert of_structs[1] == of_arrays[1]
+        for struct, leaf in zip(of_structs[0], of_arrays[0], strict=True):
+            if isinstance(leaf, jax.Array):
+                assert struct == jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            else:
+                assert type(struct) is type(leaf)
 
 
 def test_what_is_turned_off_is_given():

@@ -125,7 +125,7 @@ def _named_cases(name: str, cases: "OpCases[Any]", names: tuple[str, ...], kind:
 def op_call(name: str, case: Any, *, backward: bool, known: "KnownDevice | None" = None) -> NamedCall:
     """One case of an op as a function of only arrays; with ``backward`` it also returns the gradients."""
     with user_mistakes():
-        positional, keywords = case.arguments()
+        positional, keywords = case.abstract_arguments()
     backward = backward and find_op(name).differentiable
     call = NamedCall(f"{name} {case.name}", *flat_call(function(name), positional, keywords, backward), case=case)
     check_call(call, known)
@@ -144,7 +144,7 @@ def flat_call(
     import jax.numpy as jnp
 
     leaves, tree = jax.tree.flatten((positional, keywords))
-    unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, jax.Array)}
+    unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)}
     floats = {i: leaf for i, leaf in unique.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     others = {i: leaf for i, leaf in unique.items() if i not in floats}
 

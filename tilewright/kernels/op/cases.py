@@ -1,6 +1,7 @@
 """Named calls of an op, which are tuned, timed, tested and shown in the capability table."""
 
 import abc
+import contextvars
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -17,6 +18,7 @@ type Peer = Callable[..., Any]
 """A function of an op's own arguments that computes the same result."""
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
+_ABSTRACT = contextvars.ContextVar("_ABSTRACT", default=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +37,26 @@ class Case(abc.ABC):
     @abc.abstractmethod
     def arguments(self, seed: int = 0) -> Arguments:
         """Arguments of the op's function, with random arrays."""
+
+    def abstract_arguments(self) -> Arguments:
+        """The same with ``jax.ShapeDtypeStruct`` in place of arrays; `normal` draws nothing for it."""
+        given: list[Any] = []
+
+        def made() -> list[jax.Array]:
+            leaves, tree = jax.tree.flatten(self.arguments())
+            arrays = {id(leaf): leaf for leaf in leaves if isinstance(leaf, jax.Array)}
+            given.extend((leaves, tree, list(arrays)))
+            return list(arrays.values())
+
+        token = _ABSTRACT.set(True)
+        try:
+            structs = jax.eval_shape(made)
+        finally:
+            _ABSTRACT.reset(token)
+        leaves, tree, ids = given
+        known = dict(zip(ids, structs, strict=True))  # an array that occurs twice stays one
+        arguments: Arguments = jax.tree.unflatten(tree, [known.get(id(leaf), leaf) for leaf in leaves])
+        return arguments
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +101,15 @@ def variants[C: Case](base: C, cases: Mapping[str, Mapping[str, Any]]) -> dict[s
     return {name: dataclasses.replace(base, name=name, **fields) for name, fields in cases.items()}
 
 
+def generator_of(key: jax.Array) -> np.random.Generator:
+    """A generator on the host, with a seed from a key of JAX's."""
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return np.random.default_rng(np.asarray(jax.random.key_data(key) if typed else key).ravel())
+
+
 def normal(random: int | np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Normal numbers, drawn in float32 on the host from a seed or a generator."""
+    if _ABSTRACT.get():
+        return jnp.zeros(shape, jnp.dtype(dtype))
     generator = np.random.default_rng(random) if isinstance(random, int) else random
     return jnp.asarray(generator.standard_normal(shape, np.float32), jnp.dtype(dtype))

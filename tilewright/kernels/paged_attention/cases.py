@@ -113,16 +113,19 @@ class Drawn:
 
     def lengths(self) -> jax.Array:
         """Lengths of at least the new tokens, if there is room for them."""
+        return jnp.asarray(self._lengths(), jnp.int32)
+
+    def _lengths(self) -> np.ndarray[Any, Any]:
         full = np.full(self.case.sequences, self.case.kv_length)
         if self.case.ragged:
             full = np.maximum(self.generator.integers(0, self.case.kv_length + 1, self.case.sequences), self.counts)
-        return jnp.asarray(np.minimum(full, self.case.kv_length), jnp.int32)
+        return np.minimum(full, self.case.kv_length)
 
-    def starts(self, ends: jax.Array) -> jax.Array:
-        """Starts up to the ends; 0 if all sequences are full."""
-        if not self.case.ragged:
-            return jnp.zeros_like(ends)
-        return jnp.asarray(self.generator.integers(0, np.asarray(ends) + 1), jnp.int32)
+    def ranges(self) -> tuple[jax.Array, jax.Array]:
+        """Starts and ends of ranges; the starts are 0 if all sequences are full."""
+        ends = self._lengths()
+        starts = self.generator.integers(0, ends + 1) if self.case.ragged else np.zeros_like(ends)
+        return jnp.asarray(starts, jnp.int32), jnp.asarray(ends, jnp.int32)
 
     def new(self) -> tuple[jax.Array, jax.Array]:
         """Keys and values of the new tokens."""

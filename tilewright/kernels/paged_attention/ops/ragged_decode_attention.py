@@ -22,8 +22,7 @@ class RaggedDecodeCase(ServingCase):
     def arguments(self, seed: int = 0) -> Arguments:
         drawn = self.drawn(seed)
         cache = drawn.dense()
-        ends = drawn.lengths()
-        starts = drawn.starts(ends)
+        starts, ends = drawn.ranges()
         positional = (drawn.query(self.sequences), cache.key, cache.value, starts, ends)
         return positional, {**self.scales(cache), **self.options(drawn)}
 
