@@ -17,6 +17,7 @@ from tilewright.kernels.masks import (
     SegmentMask,
     WindowMask,
 )
+from tilewright.kernels.op.cases import generator_of
 
 type Shaped = jax.Array | jax.ShapeDtypeStruct
 
@@ -26,7 +27,7 @@ SEGMENTS = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampler:
-    """Draws concrete arrays, whether or not JAX is tracing; integer leaves of a mask are valid.
+    """Draws arrays; integer leaves of a mask are valid.
 
     ``q_length`` and ``kv_length`` are the lengths of the scores that a mask is drawn for.
     """
@@ -38,16 +39,15 @@ class Sampler:
     def normal(self, struct: Shaped | None) -> jax.Array | None:
         if struct is None:
             return None
-        with jax.ensure_compile_time_eval():
-            return jax.random.normal(self._key(), struct.shape, jnp.float32).astype(struct.dtype)
+        # Not in `jax.ensure_compile_time_eval`, where the random bits would be computed early, as a constant.
+        return jax.random.normal(self._key(), struct.shape, jnp.float32).astype(struct.dtype)
 
     def position_bias(self, bias: PositionBias) -> PositionBias:
         """``bias`` with slopes in (0, 1), most of them small, or normal values, and valid positions."""
         values = self.normal(bias.values)
         assert values is not None
         if bias.kind == "alibi":
-            with jax.ensure_compile_time_eval():
-                values = jnp.exp2(-4.0 * jnp.abs(values.astype(jnp.float32))).astype(values.dtype)
+            values = jnp.exp2(-4.0 * jnp.abs(values.astype(jnp.float32))).astype(values.dtype)
         positions = _count(bias.q_positions, self.kv_length - self.q_length)
         return dataclasses.replace(bias, values=values, q_positions=positions)
 
@@ -76,8 +76,7 @@ class Sampler:
             case LengthMask(q_lengths, kv_lengths):
                 return LengthMask(self._lengths(q_lengths, self.q_length), self._lengths(kv_lengths, self.kv_length))
             case ExplicitMask(array):
-                with jax.ensure_compile_time_eval():
-                    return ExplicitMask(jax.random.bernoulli(self._key(), 0.9, array.shape))
+                return ExplicitMask(jax.random.bernoulli(self._key(), 0.9, array.shape))
         raise TypeError(f"no rule to draw arrays for {mask=}")
 
     def _key(self) -> jax.Array:
@@ -92,15 +91,11 @@ class Sampler:
 
 
 def sampler(key: jax.Array, q_length: int, kv_length: int) -> Sampler:
-    with jax.ensure_compile_time_eval():
-        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        words = np.asarray(jax.random.key_data(key) if typed else key)
-    return Sampler(np.random.default_rng(words.tolist()), q_length, kv_length)
+    return Sampler(generator_of(key), q_length, kv_length)
 
 
 def _device_array(values: np.ndarray, dtype: np.dtype) -> jax.Array:
-    with jax.ensure_compile_time_eval():
-        return jnp.asarray(values.astype(dtype))
+    return jnp.asarray(values.astype(dtype))
 
 
 def _count(struct: Shaped | None, shift: int) -> jax.Array | None:

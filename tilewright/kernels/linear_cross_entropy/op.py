@@ -30,6 +30,7 @@ from tilewright.kernels.linear_cross_entropy.losses import reduced
 from tilewright.kernels.linear_cross_entropy.shards import local_labels
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption
+from tilewright.kernels.op.cases import generator_of
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.sharding import AxisName, explicit_mesh
@@ -165,9 +166,7 @@ class LinearCrossEntropy(VocabularyLoss[LossInputs]):
 
     def sampled(self, inputs: LossInputs, key: jax.Array) -> LossInputs:
         """Also labels of the whole vocabulary, drawn on the host."""
-        with jax.ensure_compile_time_eval():
-            random = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
-        labels: Any = random.integers(0, inputs.vocab, inputs.labels.shape).astype(np.int32)
+        labels: Any = generator_of(key).integers(0, inputs.vocab, inputs.labels.shape).astype(np.int32)
         return super().sampled(inputs, key).replace(labels=labels)
 
 

@@ -113,14 +113,6 @@ GLU_CASES = OpCases(
 
 type Scaling = Literal["none", "number", "blocks"]
 
-_RNG = np.random.default_rng
-
-
-def generator_of(key: jax.Array) -> np.random.Generator:
-    """A generator on the host, with a seed from a key of JAX's."""
-    with jax.ensure_compile_time_eval():
-        return _RNG(np.asarray(jax.random.key_data(key)).ravel())
-
 
 def group_sizes(random: np.random.Generator, rows: int, groups: int) -> np.ndarray[Any, Any]:
     """Sizes that sum to ``rows``, as unequal as those of the experts of a trained model: some are empty."""
@@ -167,7 +159,7 @@ class GroupedMatmulCase(Case):
     sizes: tuple[int, ...] | None = None
 
     def arguments(self, seed: int = 0) -> Arguments:
-        random = _RNG(seed)
+        random = np.random.default_rng(seed)
         matrices = self.groups if self.matrices is None else self.matrices
         shape = (matrices, self.n, self.k) if self.transpose_rhs else (matrices, self.k, self.n)
         lhs = normal(random, (self.rows, self.k), self.dtype)
@@ -264,7 +256,7 @@ class GatedGroupedMatmulCase(Case):
     sizes: tuple[int, ...] | None = None
 
     def arguments(self, seed: int = 0) -> Arguments:
-        random = _RNG(seed)
+        random = np.random.default_rng(seed)
         # Matrices as a model has them: pre-activations are about 1, where activations are not linear.
         lhs = normal(random, (self.rows, self.k), self.dtype)
         shape = (self.groups if self.matrices is None else self.matrices, self.k, self.n)

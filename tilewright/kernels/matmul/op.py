@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.kernels.matmul.cases import generator_of, group_offset_of, group_sizes
+from tilewright.kernels.matmul.cases import group_offset_of, group_sizes
 from tilewright.kernels.matmul.inputs import MatmulInputs, MatmulResults
 from tilewright.kernels.matmul.partitioning import matmul_partitioning
 from tilewright.kernels.matmul.reference import matmul_reference
+from tilewright.kernels.op.cases import generator_of
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.roofline import Cost, array_bytes

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.kernels.op.cases import generator_of
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 
 SMALL_SCALE = 1.0 / 64.0
@@ -13,41 +14,38 @@ SMALL_SCALE = 1.0 / 64.0
 
 
 def sampled(inputs: PagedInputs, key: jax.Array) -> PagedInputs:
-    """Concrete arrays for the inputs of an attention op, whether or not JAX is tracing."""
+    """Arrays for the inputs of an attention op."""
     draw = Draw(key)
     counts = draw.counts(inputs.tokens, inputs.sequences)
     ends = np.maximum(draw.lengths(inputs.capacity, inputs.sequences), np.minimum(counts, inputs.capacity))
-    with jax.ensure_compile_time_eval():
-        return inputs.replace(
-            query=draw.floats(inputs.query),
-            key=draw.cache(inputs.key),
-            value=draw.cache(inputs.value),
-            page_table=draw.table(inputs.page_table, inputs.num_pages),
-            kv_lengths=jnp.asarray(ends, jnp.int32),
-            kv_starts=None if inputs.kv_starts is None else jnp.asarray(ends // 4, jnp.int32),
-            cum_q_lens=None if inputs.cum_q_lens is None else jnp.asarray(np.append(0, np.cumsum(counts)), jnp.int32),
-            key_scale=draw.scale(inputs.key_scale, inputs.key),
-            value_scale=draw.scale(inputs.value_scale, inputs.value),
-            alibi_slopes=draw.slopes(inputs.alibi_slopes),
-            softmax_aux=draw.floats(inputs.softmax_aux),
-            new_key=draw.floats(inputs.new_key),
-            new_value=draw.floats(inputs.new_value),
-        )
+    return inputs.replace(
+        query=draw.floats(inputs.query),
+        key=draw.cache(inputs.key),
+        value=draw.cache(inputs.value),
+        page_table=draw.table(inputs.page_table, inputs.num_pages),
+        kv_lengths=jnp.asarray(ends, jnp.int32),
+        kv_starts=None if inputs.kv_starts is None else jnp.asarray(ends // 4, jnp.int32),
+        cum_q_lens=None if inputs.cum_q_lens is None else jnp.asarray(np.append(0, np.cumsum(counts)), jnp.int32),
+        key_scale=draw.scale(inputs.key_scale, inputs.key),
+        value_scale=draw.scale(inputs.value_scale, inputs.value),
+        alibi_slopes=draw.slopes(inputs.alibi_slopes),
+        softmax_aux=draw.floats(inputs.softmax_aux),
+        new_key=draw.floats(inputs.new_key),
+        new_value=draw.floats(inputs.new_value),
+    )
 
 
 class Draw:
     """Random draws from one seed; every method returns ``None`` for ``None``."""
 
     def __init__(self, key: jax.Array) -> None:
-        with jax.ensure_compile_time_eval():
-            typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-            words = np.asarray(jax.random.key_data(key) if typed else key)
-        self.generator = np.random.default_rng(words.tolist())
+        self.generator = generator_of(key)
 
     def floats(self, struct: Any) -> Any:
         if struct is None:
             return None
-        # On the device: a cache may be too large to be sent from the host.
+        # On the device: a cache may be too large to be sent from the host. And not in `jax.ensure_compile_time_eval`,
+        # where the random bits would be computed early and be a constant of the program that uses them.
         key = jax.random.key(int(self.generator.integers(0, 1 << 31)))
         sampled_dtype = jnp.float32 if struct.dtype.itemsize < 2 else struct.dtype
         return jax.random.normal(key, struct.shape, sampled_dtype).astype(struct.dtype)

@@ -130,18 +130,17 @@ class UpdatePages(InferenceKernel[WriteInputs, Cache]):
         draw, sequences = Draw(key), inputs.kv_lengths.shape[0]
         counts = draw.counts(inputs.key.shape[0], sequences)
         capacity = inputs.page_table.shape[1] * inputs.key_pages.shape[1]
-        with jax.ensure_compile_time_eval():
-            return inputs.replace(
-                key_pages=draw.cache(inputs.key_pages),
-                value_pages=draw.cache(inputs.value_pages),
-                key_scale=draw.scale(inputs.key_scale, inputs.key_pages),
-                value_scale=draw.scale(inputs.value_scale, inputs.value_pages),
-                key=draw.floats(inputs.key),
-                value=draw.floats(inputs.value),
-                page_table=draw.table(inputs.page_table, inputs.key_pages.shape[0]),
-                kv_lengths=jnp.maximum(draw.lengths(capacity, sequences), counts).astype(jnp.int32),
-                cum_q_lens=None if inputs.cum_q_lens is None else jnp.append(0, jnp.cumsum(counts)).astype(jnp.int32),
-            )
+        return inputs.replace(
+            key_pages=draw.cache(inputs.key_pages),
+            value_pages=draw.cache(inputs.value_pages),
+            key_scale=draw.scale(inputs.key_scale, inputs.key_pages),
+            value_scale=draw.scale(inputs.value_scale, inputs.value_pages),
+            key=draw.floats(inputs.key),
+            value=draw.floats(inputs.value),
+            page_table=draw.table(inputs.page_table, inputs.key_pages.shape[0]),
+            kv_lengths=jnp.maximum(draw.lengths(capacity, sequences), counts).astype(jnp.int32),
+            cum_q_lens=None if inputs.cum_q_lens is None else jnp.append(0, jnp.cumsum(counts)).astype(jnp.int32),
+        )
 
     # No core_dims: a scatter follows the types of the pages, and the new tokens are split likewise.
 
