@@ -10,6 +10,9 @@ from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.scales import expanded
 from tilewright.kernels.numerics.activations import gated
 
+CHUNK = 512
+"""Rows that meet a matrix at a time."""
+
 
 def matmul_reference(inputs: MatmulInputs) -> Any:
     """The result in float32, or in float64 if an operand is; differentiable."""
@@ -26,18 +29,32 @@ def _product(inputs: MatmulInputs, dtype: Any) -> Any:
     rhs = rhs.swapaxes(-1, -2) if inputs.transpose_rhs else rhs
     if inputs.group_sizes is None:
         return jnp.matmul(lhs.T if inputs.transpose_lhs else lhs, rhs, precision=inputs.precision)
+    if inputs.is_empty:
+        return jnp.zeros(inputs.out_shape, dtype)
+    # A chunk of rows meets the matrix of each group that has rows in it. Groups follow one another, so that there are
+    # at most as many of these pairs as chunks and matrices together.
+    size = min(inputs.rows, CHUNK)
+    chunks = -(-inputs.rows // size)
+    lhs = jnp.pad(lhs, ((0, chunks * size - inputs.rows), (0, 0)))
     starts, ends = matrix_bounds(inputs)
-    row = jnp.arange(inputs.rows, dtype=jnp.int32)[:, None]
+    first = size * jnp.arange(chunks)
+    meet = (starts[:, None] < first + size) & (ends[:, None] > first) & (starts < ends)[:, None]
+    # A pair that does not exist has a matrix that does not, which owns no row.
+    pairs = jnp.nonzero(meet, size=chunks + inputs.matrices, fill_value=(inputs.matrices, 0))
 
-    def add(matrix: Any, out: Any) -> Any:
-        own = (row >= starts[matrix]) & (row < ends[matrix])
+    def add(out: Any, pair: tuple[Any, ...]) -> tuple[Any, None]:
+        matrix, chunk = pair
+        begin = chunk * size
+        row = begin + jnp.arange(size)[:, None]
+        own = (row >= starts[matrix]) & (row < ends[matrix]) & (matrix < inputs.matrices)
         # Selected on both sides, so that neither a value nor a cotangent of another group's row counts as 0 · NaN.
-        product = jnp.matmul(jnp.where(own, lhs, 0), rhs[matrix], precision=inputs.precision)
-        return jnp.where(own, product, out)
+        rows = jnp.where(own, jax.lax.dynamic_slice_in_dim(lhs, begin, size), 0)
+        product = jnp.matmul(rows, rhs[matrix], precision=inputs.precision)
+        kept = jax.lax.dynamic_slice_in_dim(out, begin, size)
+        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(own, product, kept), begin, 0), None
 
-    # One matrix after another meets all rows, of which those of other groups are zeros.
-    out = jnp.zeros(inputs.out_shape, dtype)
-    return out if inputs.is_empty else jax.lax.fori_loop(0, inputs.matrices, add, out)
+    out, _ = jax.lax.scan(add, jnp.zeros((chunks * size, inputs.out_shape[1]), dtype), pairs)
+    return out[: inputs.rows]
 
 
 def _scaled(array: jax.Array, scale: Any, axes: tuple[int, ...]) -> jax.Array:
