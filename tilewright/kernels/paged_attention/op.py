@@ -23,10 +23,11 @@ from tilewright.kernels.paged_attention.debugging import report
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.options import ServingOptions
 from tilewright.kernels.paged_attention.partitioning import paged_partitioning
-from tilewright.kernels.paged_attention.reference import paged_reference, write_reference
+from tilewright.kernels.paged_attention.reference import oracle_parts, paged_reference, write_reference
 from tilewright.kernels.paged_attention.results import Results
 from tilewright.kernels.paged_attention.writing import Cache, WriteInputs, write_pages
 from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.kernel.parts import OraclePart
 
 
 class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
@@ -190,6 +191,10 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
         inputs = _written(inputs, write_reference)
         out, lse = paged_reference(inputs, inputs.query.dtype)
         return self.outputs(inputs, (out, lse.astype(jnp.promote_types(lse.dtype, jnp.float32))))
+
+    def oracle_parts(self, invocation: Invocation[Any, Any]) -> list[OraclePart]:
+        """Some query heads of the first and the last key head; empty for small calls."""
+        return oracle_parts(self.inputs_of(invocation))
 
     def sampled(self, inputs: PagedInputs, key: jax.Array) -> PagedInputs:
         """Normal arrays, tables of distinct pages if there are enough, lengths of at least half."""

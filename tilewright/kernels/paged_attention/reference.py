@@ -10,9 +10,60 @@ from jax.typing import DTypeLike
 from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs
 from tilewright.kernels.paged_attention.results import Results
 from tilewright.kernels.paged_attention.writing import Cache, WriteInputs
+from tilewright.ops.kernel.parts import OraclePart
 
 DENSE_BYTES = 1 << 28
 """Maximum bytes of the dense copies of keys and values processed at once."""
+
+MAX_DENSE_BYTES = 8 << 30
+"""Bytes of these copies for all tokens up to which the whole call is computed to check candidates."""
+
+PART_HEADS = 8
+"""Query heads of a part of a call, at most."""
+
+
+def oracle_parts(inputs: PagedInputs) -> list[OraclePart]:
+    """The first query heads of the first key head and the last of the last one; empty for small calls."""
+    dense = inputs.capacity * inputs.kv_heads * (inputs.head_dim + inputs.value_dim) * 4
+    if inputs.tokens * dense <= MAX_DENSE_BYTES:
+        return []
+    count = min(inputs.groups, PART_HEADS)
+    chosen = dict.fromkeys([(0, 0), (inputs.kv_heads - 1, inputs.heads - count)])
+    return [_oracle_part(inputs, kv_head, slice(first, first + count)) for kv_head, first in chosen]
+
+
+def _oracle_part(inputs: PagedInputs, kv_head: int, heads: slice) -> OraclePart:
+    """Some query heads of one key head, as a call of its own."""
+    returns_lse, writes = inputs.return_lse, inputs.writes
+
+    def stored(array: Any, axis: int) -> Any:
+        """The key head in an array of the cache; scales may have one for all heads."""
+        if array is None or array.shape[axis] == 1:
+            return array
+        return array[(..., slice(kv_head, kv_head + 1), *(slice(None),) * (-1 - axis))]
+
+    def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        (call,) = args
+        own = {"query": call.query[:, heads]}
+        for name in ("alibi_slopes", "softmax_aux"):
+            array = getattr(call, name)
+            own[name] = None if array is None else array[heads]
+        for name in ("key", "value", "new_key", "new_value"):
+            own[name] = stored(getattr(call, name), -2)
+        for name in ("key_scale", "value_scale"):
+            own[name] = stored(getattr(call, name), -1)
+        return (call.replace(**own),), kwargs
+
+    def results(returned: Any) -> Any:
+        out, *others = returned if isinstance(returned, tuple) else (returned,)
+        found = [out[..., heads, :]]
+        if returns_lse:
+            found.append(others.pop(0)[..., heads])
+        if writes:
+            found += [stored(array, -2 if array.ndim == 4 else -1) for array in others]
+        return tuple(found) if len(found) > 1 else found[0]
+
+    return OraclePart(arguments, results)
 
 
 def paged_reference(inputs: PagedInputs, compute_dtype: DTypeLike | None = None) -> Results:
