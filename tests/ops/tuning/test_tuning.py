@@ -29,7 +29,7 @@ from tilewright.ops import (
     tune,
 )
 from tilewright.ops.lowering.labels import extract_labels_from_hlo_text, parse_label
-from tilewright.ops.tuning import timing, workload
+from tilewright.ops.tuning import schedule, timing, workload
 from tilewright.ops.tuning.tuning import CallStarted, CandidateFailed, CandidateMeasured
 
 QUICK = Tuner(warmup=0, iters=3)
@@ -224,6 +224,24 @@ class TestBudgetAndInterrupts:
         call = tuned(Blocks("t.budget"), call_budget_s=1e-9)
         assert {c.config.block: c.check for c in call.candidates} == {64: "passed", 32: "left out", 16: "left out"}
         assert not call.complete
+
+    def test_a_call_is_given_time_for_more_than_its_heuristic(
+        self, clock: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Even shares of a small budget would decide nothing: fewer calls are tuned instead."""
+        clock.update({64: 1.0, 32: 2.0, 16: 3.0})
+        given: list[float] = []
+        set_clock = schedule.Schedule._set_clock
+
+        def remembering(self: Any, call: Any, seconds: float) -> None:
+            given.append(seconds)
+            set_clock(self, call, seconds)
+
+        monkeypatch.setattr(schedule.Schedule, "_set_clock", remembering)
+        calls = [Invocation(Blocks("t.shares"), (jnp.ones(8 + i),)) for i in range(4)]
+        result = Autotuner(QUICK, chooser=ConfigSelectorChain(), budget_s=2.5 * schedule.MIN_CALL_S).tune(*calls)
+        assert given[0] == pytest.approx(schedule.MIN_CALL_S)
+        assert len(result.entries) == 4  # these take no time
 
     def test_an_interrupt_keeps_what_was_measured(self, tmp_path: Any) -> None:
         chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path))

@@ -112,7 +112,8 @@ class Worker:
     """A process that runs one task after the other.
 
     Attributes:
-      initial_bytes: bytes that it held when its task began.
+      initial_bytes: bytes that it held when its task began, and then after the task's first candidate, which waits for
+        the oracle's results.
       held_bytes: bytes that it holds now.
     """
 
@@ -273,6 +274,8 @@ class ProcessBench(Bench):
             return Trial(error=f"the process that ran it is no more: {error}")
         if not trial.error:
             self._started.add(index)
+            if len(self._started) == 1:
+                self._begun().initial_bytes = self._begun().held_bytes
         return trial
 
     def sample_ms(self, index: int) -> float:

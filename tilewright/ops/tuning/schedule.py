@@ -12,13 +12,17 @@ from tilewright.ops.tuning.calls import FIRST_RUNS, CallTuning, Clock
 from tilewright.ops.tuning.events import BuildsLeft, CallLeftOut, CallResumed, CallStarted, CallTuned, TuningEvent
 from tilewright.ops.utils.describe import describe_key
 
+MIN_CALL_S = 15.0
+"""Seconds that a call is given if there are as many: in less, only its heuristic would run, and nothing be decided."""
+
 
 class Schedule:
     """Runs the tunings of several calls, one at a time.
 
-    All builds are started first. Each call then gets its share of the time for candidates that can be started without
-    waiting. A call that waits for a build is suspended, and resumed when the build is made. A build that is unfinished
-    when the remaining time is needed to compare the candidates that ran is left out, and continues.
+    All builds are started first. Each call then gets its share of the time, but at least `MIN_CALL_S`, for candidates
+    that can be started without waiting; if that leaves no time for the last calls, they are left out. A call that waits
+    for a build is suspended, and resumed when the build is made. A build that is unfinished when the remaining time is
+    needed to compare the candidates that ran is left out, and continues.
 
     Args:
       deadline: the end of the budget, in ``time.monotonic``.
@@ -85,7 +89,7 @@ class Schedule:
                 continue
             self._open(call)
             self._emit(CallStarted(call.inv, describe_key(call.inv.key), len(call.configs)))
-            self._explore(call, left / (len(self._calls) - position))
+            self._explore(call, max(left / (len(self._calls) - position), min(left, MIN_CALL_S)))
 
     def _second_pass(self) -> None:
         """Resumes calls whose builds are made, until the remaining time is needed to decide."""
