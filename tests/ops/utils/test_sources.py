@@ -67,6 +67,25 @@ def test_every_source_of_a_package_counts(package: Path) -> None:
     assert of_packages("tests_sources") == found[2]
 
 
+def test_lines_of_comments_do_not_count(package: Path) -> None:
+    found = []
+    for text in (
+        "x = 1\n",
+        "# Why.\nx = 1\n    # More.\n",
+        "x = 1  # Why.\n",
+        'x = """\n#define A 1\n"""\n',
+        "x = 2\n",
+    ):
+        write(package, "plain.py", text)
+        found.append(of_packages("tests_sources"))
+    assert found[0] == found[1]
+    assert len(set(found)) == 4
+    header = {"kernel.cuh": package / "inner" / "kernel.cuh"}
+    before = sources_fingerprint(header)
+    write(package, "inner/kernel.cuh", "# 1\n// 1\n")
+    assert sources_fingerprint(header) != before
+
+
 def test_a_source_that_changed_since_the_start_tells_nothing(package: Path) -> None:
     (package / "inner/first.py").write_text("x = 3\n")
     assert of_packages("tests_sources") == ""

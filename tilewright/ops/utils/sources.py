@@ -18,9 +18,12 @@ _IMPORT = re.compile(
 )
 _WORD = re.compile(r"[^\W\d][\w.]*")
 
+# Lines of comments do not count; the space tells them from directives of C in strings.
+_COMMENT = re.compile(rb"^[ \t]*# .*\n", re.MULTILINE)
+
 
 def sources_fingerprint(sources: Mapping[str, Path]) -> str:
-    """A hash of source files and the names that they are given.
+    """A hash of source files, without their lines of comments, and the names that they are given.
 
     Empty if it might not describe the imported code: there are none, or one cannot be read or has changed since this
     process began.
@@ -30,7 +33,7 @@ def sources_fingerprint(sources: Mapping[str, Path]) -> str:
         for name, path in sorted(sources.items()):
             if path.stat().st_mtime > _STARTED:
                 return ""
-            content = path.read_bytes()
+            content = _COMMENT.sub(b"", path.read_bytes()) if path.suffix == ".py" else path.read_bytes()
             digest.update(f"{len(name)} {name} {len(content)} ".encode() + content)
     except OSError:
         return ""
