@@ -10,6 +10,7 @@ import pytest
 import tilewright
 from tests.kernels.grouped_matmul.conformance import FUZZED, check, random_sizes
 from tests.kernels.grouped_matmul.oracle import oracle
+from tilewright.kernels.matmul import reference
 from tilewright.kernels.matmul.cases import GROUPED_CASES, GroupedMatmulCase
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul
@@ -40,6 +41,23 @@ def test_eager_and_compiled_as_the_definition_says():
     arrays = operands()
     check(all_of(*arrays), expected(*arrays))
     check(jax.jit(all_of)(*arrays), expected(*arrays))
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 9, 1, 1, 1, 1, 1, 6, 7), (0, 0, 8, 8, 0, 0, 0, 9, 0, 0), (30, *[0] * 9)])
+@pytest.mark.parametrize("offset", [None, 3])
+def test_the_reference_by_chunks_of_rows(sizes, offset, monkeypatch: pytest.MonkeyPatch):
+    """Candidates of a tuning are compared with it; groups share chunks here, and a group has several."""
+    monkeypatch.setattr(reference, "CHUNK", 8)
+    lhs, rhs, sizes, d_out = operands(groups=10, sizes=sizes)
+    rhs = rhs if offset is None else rhs[offset : offset + 4]
+
+    def of(lhs: Any, rhs: Any) -> Any:
+        given = MatmulInputs(lhs, rhs, "float32", group_sizes=sizes, group_offset=offset)
+        return reference.matmul_reference(given)
+
+    out, pull_back = jax.vjp(of, lhs, rhs)
+    d_lhs, d_rhs = pull_back(d_out)
+    check({"out": out, "d_lhs": d_lhs, "d_rhs": d_rhs}, expected(lhs, rhs, sizes, d_out, offset))
 
 
 def test_it_is_a_drop_in_for_ragged_dot():

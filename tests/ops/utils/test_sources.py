@@ -74,12 +74,13 @@ def test_lines_of_comments_do_not_count(package: Path) -> None:
         "# Why.\nx = 1\n    # More.\n",
         "x = 1  # Why.\n",
         'x = """\n#define A 1\n"""\n',
+        'x = """\n#define A 2\n"""\n',
         "x = 2\n",
     ):
         write(package, "plain.py", text)
         found.append(of_packages("tests_sources"))
     assert found[0] == found[1]
-    assert len(set(found)) == 4
+    assert len(set(found)) == 5
     header = {"kernel.cuh": package / "inner" / "kernel.cuh"}
     before = sources_fingerprint(header)
     write(package, "inner/kernel.cuh", "# 1\n// 1\n")
