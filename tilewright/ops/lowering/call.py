@@ -35,7 +35,7 @@ from tilewright.ops.kernel.optional import gradient_form
 from tilewright.ops.kernel.registry import record_if_enabled
 from tilewright.ops.lowering.gradients import array_labels
 from tilewright.ops.lowering.labels import call_label
-from tilewright.ops.lowering.lowering import results_of, run
+from tilewright.ops.lowering.lowering import KnownProgram, results_of, run
 from tilewright.ops.lowering.mlir_modules import Value
 from tilewright.ops.lowering.programs import Programs, record
 from tilewright.ops.lowering.stages import CHOOSING, Program, Results, Stage
@@ -265,8 +265,8 @@ def code_of(
     call: Call, cfg: object, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device
 ) -> Callable[..., list[Any]]:
     """A call's stage with a config as a function of the flat operands, lowered once for all programs."""
-    program = call.program(cfg, avals, mapped, device)
-    results = results_of(program)
+    known = KnownProgram(call.program(cfg, avals, mapped, device))
+    results = known.results
     picked = call.picked(results)
     # If the program is lowered only for inspection, only its labels are read. Lowering the call's code would take
     # seconds and may need packages that are not installed.
@@ -275,7 +275,7 @@ def code_of(
     def code(*operands: jax.Array) -> list[Any]:
         if only_inspected:
             return [jnp.zeros(results.avals[i].shape, results.avals[i].dtype) for i in picked]
-        found = run(program, *operands)
+        found = run(known, *operands)
         return [found[i] for i in picked]
 
     return code

@@ -14,7 +14,6 @@ import re
 import urllib.parse
 import zlib
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -183,12 +182,6 @@ def label(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return labelled
 
     return decorate
-
-
-def without_label() -> AbstractContextManager[Any]:
-    """A context without the user's label: a kernel's code is the same under any label, and its call keeps the name."""
-    context: AbstractContextManager[Any] = set_xla_metadata(tilewright_label=None)
-    return context
 
 
 def extract_labels_from_hlo_text(text: str) -> list[str]:

@@ -6,8 +6,9 @@ programs, for example because of callbacks, is lowered in place, as if there wer
 """
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -16,12 +17,17 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from tilewright.ops.lowering import ahead, mlir_modules
-from tilewright.ops.lowering.labels import without_label
 from tilewright.ops.lowering.lowered_files import LoweredFiles
 from tilewright.ops.lowering.mosaic_target import register_mosaic_gpu
 from tilewright.ops.lowering.program_key import describe, is_shared, read, written
 from tilewright.ops.lowering.stages import Program, Results, traced
-from tilewright.ops.lowering.surroundings import LoweringContext, NotDescribableError, lowering_context, trace_settings
+from tilewright.ops.lowering.surroundings import (
+    LoweringContext,
+    NotDescribableError,
+    lowering_context,
+    trace_settings,
+    without_label,
+)
 from tilewright.ops.utils.memory import LruCache
 
 logger = logging.getLogger(__name__)
@@ -56,29 +62,44 @@ _LOWERED: LruCache[Lowered] = LruCache("tilewright's lowered kernels", MEMORY_LI
 _FILES = LoweredFiles()
 
 
-def results_of(program: Program) -> Results:
-    """The results' abstract values, from memory, from disk, or else by tracing the program."""
-    with without_label():
-        key = (program, trace_settings())
-        known = _RESULTS.get(key)
-        if known is not None:
-            return known
-        description = describe(program)
-        if (
-            description is not None
-            and (file := _FILES.get(description)) is not None
-            and (found := read(file.about)) is not None
-        ):
-            return _RESULTS.put(key, found)
-        results = traced(program)[1]
+@dataclasses.dataclass(frozen=True)
+class KnownProgram:
+    """A program under the settings in force when it was asked about, with what is known of it, asked once."""
+
+    program: Program
+    settings: Hashable = dataclasses.field(default_factory=trace_settings, repr=False)
+
+    @functools.cached_property
+    def description(self) -> dict[str, Any] | None:
+        """The program as JSON data, by which it is known on disk; ``None`` if it must not be stored there."""
+        return describe(self.program, self.settings)
+
+    @functools.cached_property
+    def results(self) -> Results:
+        """The results' abstract values, from memory, from disk, or else by tracing the program."""
+        key = (self.program, self.settings)
+        return _RESULTS.get(key) or _RESULTS.put(key, self._find_or_trace())
+
+    def _find_or_trace(self) -> Results:
+        description = self.description
+        file = None if description is None else _FILES.get(description)
+        found = None if file is None else read(file.about)
+        if found is not None:
+            return found
+        results = traced(self.program)[1]
         if description is not None and not _belongs_to_caller(results) and (about := written(results)) is not None:
             _FILES.put(description, about, b"")
-        return _RESULTS.put(key, results)
+        return results
 
 
-def run(program: Program, *operands: jax.Array) -> list[Any]:
+def results_of(program: Program) -> Results:
+    """The abstract values of a program's results."""
+    return KnownProgram(program).results
+
+
+def run(known: KnownProgram, *operands: jax.Array) -> list[Any]:
     """Runs a program on its operands; returns the flat results."""
-    results: list[Any] = program_p.bind(*operands, program=program)
+    results: list[Any] = program_p.bind(*operands, known=known)
     return results
 
 
@@ -86,27 +107,27 @@ program_p = Primitive("tilewright_program")
 program_p.multiple_results = True
 
 
-def _abstract_eval(*_: jax.core.AbstractValue, program: Program) -> tuple[list[Any], set[Any]]:
-    results = results_of(program)
-    return list(results.avals), set(results.effects)
+def _abstract_eval(*_: jax.core.AbstractValue, known: KnownProgram) -> tuple[list[Any], set[Any]]:
+    return list(known.results.avals), set(known.results.effects)
 
 
 program_p.def_effectful_abstract_eval(_abstract_eval)
 
 
-def _impl(*operands: jax.Array, program: Program) -> list[Any]:
-    return jax.tree.leaves(program.function(*operands))
+def _impl(*operands: jax.Array, known: KnownProgram) -> list[Any]:
+    return jax.tree.leaves(known.program.function(*operands))
 
 
 program_p.def_impl(_impl)
 
 
-def _lowering_rule(ctx: mlir.LoweringRuleContext, *operands: mlir_modules.Value, program: Program) -> Any:
+def _lowering_rule(ctx: mlir.LoweringRuleContext, *operands: mlir_modules.Value, known: KnownProgram) -> Any:
+    program = known.program
     with without_label():
-        context = lowering_context(ctx) if _can_be_shared(program, operands) else None
+        context = lowering_context(ctx) if _can_be_shared(known, operands) else None
         if context is not None:
-            key = (program, trace_settings(), context)
-            lowered = _LOWERED.get(key) or _LOWERED.put(key, _find_or_lower(ctx, operands, program, context))
+            key = (program, known.settings, context)
+            lowered = _LOWERED.get(key) or _LOWERED.put(key, _find_or_lower(ctx, operands, known, context))
             if lowered.bytecode is not None:
                 name = f"kernel.{program.stage.kernel.name}.{program.stage.name}"
                 return mlir_modules.call(ctx, key, lowered.bytecode, operands, name)
@@ -116,10 +137,10 @@ def _lowering_rule(ctx: mlir.LoweringRuleContext, *operands: mlir_modules.Value,
 mlir.register_lowering(program_p, _lowering_rule)
 
 
-def _can_be_shared(program: Program, operands: Sequence[object]) -> bool:
+def _can_be_shared(known: KnownProgram, operands: Sequence[object]) -> bool:
     """True if the program can be lowered independently of the program that calls it."""
     values = all(isinstance(operand, ir.Value) for operand in operands)
-    return values and is_shared(program) and not _belongs_to_caller(results_of(program))
+    return values and is_shared(known.program) and not _belongs_to_caller(known.results)
 
 
 def _belongs_to_caller(results: Results) -> bool:
@@ -128,13 +149,13 @@ def _belongs_to_caller(results: Results) -> bool:
 
 
 def _find_or_lower(
-    ctx: mlir.LoweringRuleContext, operands: Sequence[mlir_modules.Value], program: Program, context: LoweringContext
+    ctx: mlir.LoweringRuleContext, operands: Sequence[mlir_modules.Value], known: KnownProgram, context: LoweringContext
 ) -> Lowered:
     """The lowered program from disk, or else lowered now and stored on disk."""
-    disk_key = _described(program, context)
+    disk_key = _described(known, context)
     if disk_key is not None and (found := _from_disk(ctx, operands, disk_key)) is not None:
         return found
-    module = mlir_modules.lower(ctx, traced(program)[0], operands)
+    module = mlir_modules.lower(ctx, traced(known.program)[0], operands)
     if module is None:
         return Lowered(None)
     bytecode = mlir_modules.bytecode_of(module)
@@ -147,15 +168,14 @@ def _find_or_lower(
     return Lowered(bytecode)
 
 
-def _described(program: Program, context: LoweringContext) -> dict[str, Any] | None:
+def _described(known: KnownProgram, context: LoweringContext) -> dict[str, Any] | None:
     """The key of a lowered program on disk; ``None`` if it must not be stored there."""
-    description = describe(program)
-    if description is None:
+    if known.description is None:
         return None
     try:
-        return {**description, "platform": context.platform, "surroundings": context.described()}
+        return {**known.description, "platform": context.platform, "surroundings": context.described()}
     except NotDescribableError as error:
-        logger.debug("%s is not kept on disk: %s", program.stage.kernel.name, error)
+        logger.debug("%s is not kept on disk: %s", known.program.stage.kernel.name, error)
         return None
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ from tilewright.ops.lowering.surroundings import (
     NotDescribableError,
     described,
     is_dumping,
-    trace_settings,
 )
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 from tilewright.ops.utils.serialize import canonical_json, qualified_name, tagged, untagged
@@ -41,8 +40,8 @@ def is_kept_on_disk() -> bool:
     return os.environ.get("TILEWRIGHT_LOWERED", "") != "0"
 
 
-def describe(program: Program) -> dict[str, Any] | None:
-    """Describes a program under the settings in force as JSON data; ``None`` if it must not be stored on disk."""
+def describe(program: Program, settings: Hashable) -> dict[str, Any] | None:
+    """Describes a program under some settings as JSON data; ``None`` if it must not be stored on disk."""
     stage = program.stage
     names = stage.kernel.lowering_packages(program.cfg.value)
     if not names or not is_kept_on_disk() or not is_shared(program):
@@ -51,6 +50,7 @@ def describe(program: Program) -> dict[str, Any] | None:
     if not source:
         return None
     try:
+        known_settings = described(settings)  # at first: those of an absent device have no such form
         return {
             "schema": _SCHEMA,
             "op": stage.kernel.name,
@@ -58,12 +58,12 @@ def describe(program: Program) -> dict[str, Any] | None:
             "kernel": qualified_name(type(stage.kernel)),
             "stage": stage.name,
             **_arguments(stage, program.avals, {*names, *_KNOWN_PACKAGES}),
-            "operands": [_written_aval(aval) for aval in program.avals],
+            "operands": _written_avals(program.avals),
             "wanted": list(stage.wanted),
             "mapped": [[axis.size, list(axis.mapped)] for axis in program.mapped],
             "cfg": tagged(program.cfg.value),
             "device": [program.device.kind, program.device.name, program.device.capability, program.device.cores],
-            "settings": described(trace_settings()),
+            "settings": known_settings,
             "source": source,
             "toolchain": toolchain_fingerprint(),
         }
@@ -101,7 +101,7 @@ def written(results: Results) -> dict[str, Any] | None:
     indices = list(range(len(results.avals)))
     try:
         about = {
-            "avals": [_written_aval(aval) for aval in results.avals],
+            "avals": _written_avals(results.avals),
             "tree": tagged(results.tree.unflatten(indices)),
             "sources": [[index, _written_reshaping(reshaping)] for index, reshaping in results.sources],
         }
@@ -125,10 +125,12 @@ def read(about: Mapping[str, Any]) -> Results | None:
         return None
 
 
-def _written_aval(aval: object) -> dict[str, Any]:
-    if not isinstance(aval, jax.core.ShapedArray):
-        raise TypeError(f"{aval!r} is no array")
-    return {"struct": tagged(struct_of(aval)), "varying": tagged(sorted(aval.manual_axis_type.varying))}
+def _written_avals(avals: Sequence[Any]) -> Any:
+    if not all(isinstance(aval, jax.core.ShapedArray) for aval in avals):
+        raise TypeError(f"{avals!r} are not all arrays")
+    structs = [struct_of(aval) for aval in avals]
+    varying = [sorted(aval.manual_axis_type.varying) for aval in avals]
+    return tagged([{"struct": struct, "varying": axes} for struct, axes in zip(structs, varying, strict=True)])
 
 
 def _read_aval(aval: Mapping[str, Any]) -> Any:

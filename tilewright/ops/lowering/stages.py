@@ -14,8 +14,7 @@ from tilewright.ops.kernel.arrays import StaticLeaf, Structure
 from tilewright.ops.kernel.kernel import Kernel
 from tilewright.ops.kernel.optional import backward_hook, platform_hook
 from tilewright.ops.lowering.gradients import select_gradients, wanted_names
-from tilewright.ops.lowering.labels import without_label
-from tilewright.ops.lowering.surroundings import choice_settings, without_source_locations
+from tilewright.ops.lowering.surroundings import choice_settings, without_label, without_source_locations
 from tilewright.ops.types import Device, MappedAxis
 from tilewright.ops.utils.memory import LruCache
 
@@ -138,10 +137,9 @@ _TRACES: LruCache[tuple[Any, Results]] = LruCache("tilewright's traces of kernel
 
 def traced(program: Program) -> tuple[Any, Results]:
     """A program as a closed jaxpr, and the properties of its results."""
-    with without_label():
-        key = (program, choice_settings())
-        known = _TRACES.get(key)
-        return _TRACES.put(key, _trace(program)) if known is None else known
+    key = (program, choice_settings())
+    known = _TRACES.get(key)
+    return _TRACES.put(key, _trace(program)) if known is None else known
 
 
 def _trace(program: Program) -> tuple[Any, Results]:
@@ -152,7 +150,7 @@ def _trace(program: Program) -> tuple[Any, Results]:
         tree.append(jax.tree.structure(results))
         return jax.tree.leaves(results)
 
-    with without_source_locations():
+    with without_label(), without_source_locations():
         jaxpr = _without_references(jax.make_jaxpr(flat)(*program.avals))
     sources, chooses = tuple(_sources(jaxpr.jaxpr)), _chooses(jaxpr.jaxpr)
     return jaxpr, Results(tuple(jaxpr.out_avals), tree[0], frozenset(jaxpr.effects), sources, chooses)

@@ -6,6 +6,7 @@ import enum
 import functools
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax._src.mesh import get_concrete_mesh
 from jax._src.sharding_impls import ShardingContext
 from jax._src.source_info_util import _source_info_context, new_source_info
 from jax._src.xla_metadata_lib import XlaMetadata
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir
 
 from tilewright.ops.config.context import overrides_key, without_overrides
@@ -31,9 +33,10 @@ def trace_settings() -> Hashable:
     """Everything, besides function and arguments, in the keys of JAX's trace caches, and the variables that kernels
     read.
 
-    Settings that decide only configs are left out, and so are checks that ``jax.checkpoint`` switches on.
+    Settings that decide only configs are left out, and so are the user's label and checks that ``jax.checkpoint``
+    switches on.
     """
-    with without_overrides(), jax_config.mutable_array_checks(True):
+    with without_overrides(), without_label(), jax_config.mutable_array_checks(True):
         return jax_config.trace_context(), _pallas_settings(), tuple(os.environ.get(name, "") for name in _VARIABLES)
 
 
@@ -52,6 +55,12 @@ def _pallas_settings() -> tuple[tuple[str, Any], ...]:
 def _pallas_names(count: int) -> tuple[str, ...]:
     """The names of those settings, computed again after modules have defined more."""
     return tuple(sorted(name for name in jax.config.values if name.startswith(("jax_pallas", "jax_mosaic"))))
+
+
+def without_label() -> AbstractContextManager[Any]:
+    """A context without the user's label: a kernel's code is the same under any label, and its call keeps the name."""
+    context: AbstractContextManager[Any] = set_xla_metadata(tilewright_label=None)
+    return context
 
 
 @contextlib.contextmanager
