@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,18 +35,19 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
 
     def heuristic_cfg(self, inv: Call) -> Choice:
         """The best choice that needs no build first, or else the best one."""
-        first = None
         # A build may take minutes of nvcc, so without measurements a call prefers what is ready.
-        for each in self._by_preference(inv):
+        for each in itertools.chain([self.preferred_cfg(inv)], self._by_preference(inv)):
             if not missing_builds(self.config_builds(inv, each)):
                 return each
-            first = first or each
-        assert first is not None  # _by_preference raises if there is none
-        return first
+        return self.preferred_cfg(inv)
 
     def preferred_cfg(self, inv: Call) -> Choice:
-        """The best choice, whether it must be built first or not."""
-        return next(self._by_preference(inv))
+        """The best choice, whether it must be built first or not; computed once for what XLA's flags want."""
+        key = "preferred repeatable" if wants_repeatable() else "preferred"
+        if key not in inv.memo:
+            inv.memo[key] = next(self._by_preference(inv))
+        found: Choice = inv.memo[key]
+        return found
 
     def config_space(self, inv: Call) -> Iterable[Choice]:
         """The heuristic choice of every backend, so that any budget reaches each; then all their candidates."""
