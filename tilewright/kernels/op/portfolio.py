@@ -17,7 +17,7 @@ from tilewright.kernels.op.choosing import ChoosingOp
 from tilewright.kernels.op.declared import Declared
 from tilewright.kernels.op.inputs import OpInputs
 from tilewright.kernels.op.op import Op
-from tilewright.kernels.op.sharding import Partitioning, backward_locally, forward_locally
+from tilewright.kernels.op.sharding import Partitioning, backward_locally, explicit_mesh, forward_locally
 from tilewright.ops.kernel.kernel import Invocation, errors_naming
 
 
@@ -55,6 +55,8 @@ class Portfolio[Inputs: OpInputs, Results](ChoosingOp[Inputs, Results], abc.ABC)
         return Declared(self.results)
 
     def _partitioning(self, inputs: Inputs, platform: Platform) -> Partitioning | None:
+        if explicit_mesh(*jax.tree.leaves(inputs)) is None:
+            return None
         with errors_naming(self):
             found = self.partitioning(inputs)
         if found is None or platform is Platform.XLA:
