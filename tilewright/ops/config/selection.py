@@ -15,6 +15,7 @@ from tilewright.ops.config import agreement, unbuilt
 from tilewright.ops.config.chooser import ConfigChooser, Selection
 from tilewright.ops.config.context import AutotunePolicy, Overrides, current_overrides
 from tilewright.ops.config.job_store import is_distributed
+from tilewright.ops.config.lockfile import ActiveLock
 from tilewright.ops.config.memory import ConfigCache
 from tilewright.ops.config.nearest import NearestTable
 from tilewright.ops.config.persistent import PersistentCache
@@ -143,10 +144,10 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
 
     def choose(self, inv: Invocation[Any, Any], *, cfg: object = None, overrides: Overrides | None = None) -> Selection:
         overrides = current_overrides() if overrides is None else overrides
-        _ = overrides.lock  # a lock that cannot be used raises at once, whichever step would answer
+        lock = overrides.lock  # one that cannot be used raises at once, whichever step would answer
         selection = self._known(inv, cfg, overrides)
         given = selection is not None and selection.step in ("explicit", "overlay", "lock")
-        if not given and overrides.token is None and (refused := self.lock_refusal(inv, overrides)):
+        if lock is not None and not given and overrides.token is None and (refused := _refusal(lock, inv)):
             raise NoConfigError(refused)
         leader = self.leader(inv, overrides)
         if leader is None or (selection is not None and selection.step in ("explicit", agreement.STEP)):
@@ -259,15 +260,10 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         lock = overrides.lock
         return None if lock is None else lock.answer(inv)[0]
 
-    def lock_refusal(self, inv: Invocation[Any, Any], overrides: Overrides | None = None) -> str:
+    def lock_refusal(self, inv: Invocation[Any, Any]) -> str:
         """The error message if the lock in force forbids a call that it does not decide; empty if it does not."""
-        lock = (current_overrides() if overrides is None else overrides).lock
-        if lock is None or lock.miss == "allow":
-            return ""
-        config, why = lock.answer(inv)
-        if config is not None:
-            why = "; ".join(inv.kernel.config_reasons(inv, config))
-        return lock.refusal(inv, why) if why else ""
+        lock = current_overrides().lock
+        return "" if lock is None else _refusal(lock, inv)
 
     def _agreed(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
         if not is_distributed() or not self.effective_policy(overrides).agree:
@@ -300,7 +296,7 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
 
     def shipped(self, inv: Invocation[Any, Any]) -> TunedCall | None:
         """The shipped tables' entry for the call."""
-        table = self._table(inv.device_fingerprint)
+        table = self._table(inv.target.fingerprint)
         return next((table[key] for key in (inv.key, *inv.former_keys) if key in table), None) if table else None
 
     def _table(self, device: str) -> dict[str, TunedCall]:
@@ -344,9 +340,9 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
 
     def _nearest(self, inv: Invocation[Any, Any], *, built: bool = True) -> Selection | None:
         """The config of the nearest shape in the shipped tables that can run the call and, if ``built``, is built."""
-        device = inv.device_fingerprint
+        device = inv.target.fingerprint
         table = self._table(device)
-        if not len(table):
+        if not table:
             return None
         if device not in self._nearby:
             self._nearby[device] = NearestTable((key, entry.ranked) for key, entry in table.items())
@@ -430,6 +426,16 @@ def measured_sources(inv: Invocation[Any, Any], configs: Iterable[Any]) -> str:
     """A hash of the code that the measurements of several configs depend on."""
     sources = sorted({inv.kernel.source(config) for config in configs})
     return hashlib.sha256(" ".join(sources).encode()).hexdigest()
+
+
+def _refusal(lock: ActiveLock, inv: Invocation[Any, Any]) -> str:
+    """The error message if a lock forbids a call that it does not decide; empty if it does not."""
+    if lock.miss == "allow":
+        return ""
+    config, why = lock.answer(inv)
+    if config is not None:
+        why = "; ".join(inv.kernel.config_reasons(inv, config))
+    return lock.refusal(inv, why) if why else ""
 
 
 def _can_run(inv: Invocation[Any, Any], cfg: object, *, built: bool = True) -> bool:
