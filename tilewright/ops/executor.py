@@ -185,8 +185,8 @@ def call_kernel(
         by_parts = kernel.distributed(selector.explicit, args, kwargs)
         if by_parts is not None:
             return by_parts()
-    given, named = prepare(kernel, args, kwargs)
-    return apply(kernel, selector, tuple(given), dict(named), known_shardings)
+        given, named = kernel.bind(args, kwargs)
+    return apply(kernel, selector, given, named, known_shardings)
 
 
 def _static(cfg: object) -> StaticLeaf | None:

@@ -97,10 +97,10 @@ class Call:
 
     def invocation(self, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Invocation[Any, Any]:
         """The invocation that selection sees, from all operands' abstract values with their mapped axes in front."""
-        structs = []
-        for i, known in enumerate(self.shardings):
-            element = drop_axes(avals[i], sum(axis.mapped[i] for axis in mapped))
-            structs.append(with_sharding(element, avals[i], known))
+        structs = [
+            element_of(avals[i], sum(axis.mapped[i] for axis in mapped), known)
+            for i, known in enumerate(self.shardings)
+        ]
         args, kwargs = self.structure.join(structs)
         # The operands after the call's own arrays are mapped like those and the caller's cotangents: no new
         # information.
@@ -140,22 +140,16 @@ class Call:
         return self.returned or tuple(range(self.tree(results).num_leaves))
 
 
-def drop_axes(aval: Shaped, count: int) -> jax.ShapeDtypeStruct:
-    """The abstract value of one element, without its first ``count`` axes, which are mapped."""
-    struct = struct_of(aval)
-    return jax.ShapeDtypeStruct(struct.shape[count:], struct.dtype, weak_type=struct.weak_type)
+def element_of(aval: Shaped, mapped: int, known: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
+    """The abstract value of one element, without the first axes, which are mapped.
 
-
-def with_sharding(
-    element: jax.ShapeDtypeStruct, aval: Shaped, known: jax.sharding.Sharding | None
-) -> jax.ShapeDtypeStruct:
-    """The element with the sharding that its type carries or that the caller knew."""
-    if len(element.shape) != len(aval.shape):
-        return element
+    Of an array without mapped axes it has the sharding that its type carries or that the caller knew.
+    """
+    if mapped:
+        struct = struct_of(aval)
+        return jax.ShapeDtypeStruct(struct.shape[mapped:], struct.dtype, weak_type=struct.weak_type)
     sharding = explicit_sharding(aval) or known
-    if sharding is None:
-        return element
-    return jax.ShapeDtypeStruct(element.shape, element.dtype, weak_type=element.weak_type, sharding=sharding)
+    return struct_of(aval, sharding)
 
 
 # The primitive.
