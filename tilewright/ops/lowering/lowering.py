@@ -75,6 +75,11 @@ class KnownProgram:
         return describe(self.program, self.settings)
 
     @functools.cached_property
+    def trace(self) -> tuple[Any, Results]:
+        """The program as a closed jaxpr, and the properties of its results."""
+        return traced(self.program)
+
+    @functools.cached_property
     def results(self) -> Results:
         """The results' abstract values, from memory, from disk, or else by tracing the program."""
         key = (self.program, self.settings)
@@ -86,7 +91,7 @@ class KnownProgram:
         found = None if file is None else read(file.about)
         if found is not None:
             return found
-        results = traced(self.program)[1]
+        results = self.trace[1]
         if description is not None and not _belongs_to_caller(results) and (about := written(results)) is not None:
             _FILES.put(description, about, b"")
         return results
@@ -131,7 +136,7 @@ def _lowering_rule(ctx: mlir.LoweringRuleContext, *operands: mlir_modules.Value,
             if lowered.bytecode is not None:
                 name = f"kernel.{program.stage.kernel.name}.{program.stage.name}"
                 return mlir_modules.call(ctx, key, lowered.bytecode, operands, name)
-        return mlir.lower_fun(jaxpr_as_fun(traced(program)[0]))(ctx, *operands)
+        return mlir.lower_fun(jaxpr_as_fun(known.trace[0]))(ctx, *operands)
 
 
 mlir.register_lowering(program_p, _lowering_rule)
@@ -155,7 +160,7 @@ def _find_or_lower(
     disk_key = _described(known, context)
     if disk_key is not None and (found := _from_disk(ctx, operands, disk_key)) is not None:
         return found
-    module = mlir_modules.lower(ctx, traced(known.program)[0], operands)
+    module = mlir_modules.lower(ctx, known.trace[0], operands)
     if module is None:
         return Lowered(None)
     bytecode = mlir_modules.bytecode_of(module)
