@@ -71,7 +71,6 @@ def shared_layout(rows: int, columns: int, dtype: DTypeLike, swizzle: int | None
     return SwizzledLayout(tiled, hardware_swizzle(width, itemsize))
 
 
-@functools.lru_cache(maxsize=256)
 def emit_transforms(layout: SwizzledLayout | Layout, dtype: DTypeLike) -> tuple[Any, ...]:
     """``(TilingTransform, SwizzleTransform)`` for a tile with this layout.
 
@@ -98,6 +97,12 @@ def emit_transforms(layout: SwizzledLayout | Layout, dtype: DTypeLike) -> tuple[
             f"{expected.layout}, got {layout.layout}"
         )
     return _mosaic.TilingTransform((SWIZZLE_ROWS, width // itemsize)), _mosaic.SwizzleTransform(width)
+
+
+@functools.lru_cache(maxsize=256)
+def _tile_transforms(rows: int, columns: int, dtype: DTypeLike, swizzle: int | None) -> tuple[Any, ...]:
+    """The transforms of a rows × columns tile, whose layout takes long to compute."""
+    return emit_transforms(shared_layout(rows, columns, dtype, swizzle), dtype)
 
 
 def aligned_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
@@ -179,11 +184,11 @@ class SharedTile:
     @functools.cached_property
     def transforms(self) -> tuple[Any, ...]:
         """Mosaic's tiling and swizzle, emitted from the layout; none where the tile stays row-major."""
-        return emit_transforms(self.layout, self.dtype) if self.swizzle else ()
+        return _tile_transforms(self.shape[0], self.panels[0], self.dtype, self.swizzle) if self.swizzle else ()
 
     def panel_transforms(self, width: int) -> tuple[Any, ...]:
         """The transforms of a panel of so many columns."""
-        return emit_transforms(shared_layout(self.shape[0], width, self.dtype), self.dtype)
+        return _tile_transforms(self.shape[0], width, self.dtype, None)
 
     @functools.cached_property
     def copies(self) -> int:

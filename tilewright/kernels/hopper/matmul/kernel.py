@@ -187,9 +187,9 @@ def for_each_item(context: MatmulContext, role: Callable[[Work, Scalar, Scalar],
 
 def run_producer(context: MatmulContext) -> None:
     """Loads the tiles of all items of this CTA, and gives the first turn to consumer 0."""
-    params, stages = context.plan.params, context.scratch.stages
-    if context.registers is not None:
-        plgpu.set_max_registers(context.registers.producer, action="decrease")
+    params, stages, registers = context.plan.params, context.scratch.stages, context.registers
+    if registers is not None:
+        plgpu.set_max_registers(registers.producer, action="decrease")
     if context.scratch.turns is not None:
         context.scratch.turns.begin()
     steps, _ = for_each_item(context, functools.partial(produce_item, context))
@@ -230,15 +230,15 @@ def produce_item(
 
 def run_consumer(context: MatmulContext) -> None:
     """Computes this warpgroup's rows of all items of this CTA, or the items that it owns."""
-    params = context.plan.params
+    params, registers = context.plan.params, context.registers
 
     def role(work: Work, first: Scalar, owner: Scalar) -> None:
         mine = owner == context.warpgroup if params.turns else True
         # A consumer goes through all items, also those of others: their steps count for the slots of its own.
         when(mine, lambda: consume_item(context, work, first))
 
-    if context.registers is not None:
-        plgpu.set_max_registers(context.registers.consumer, action="increase")
+    if registers is not None:
+        plgpu.set_max_registers(registers.consumer, action="increase")
     _, items = for_each_item(context, role)
     if context.scratch.turns is not None:
         # With items of their own the consumer that would have the next item has the turn; else all end a round.
