@@ -20,6 +20,8 @@ class Selection:
       time_ms: the config's measured time, if there is one.
       detail: for people: which lock, which process decided and from which of its steps, or which shapes it was measured
         for and how far away they are.
+      preferred: of the steps "nearest" and "heuristic", the config that they give if everything is built; ``None`` if
+        it is this one.
     """
 
     config: Any
@@ -27,6 +29,7 @@ class Selection:
     key: str = ""
     time_ms: float | None = None
     detail: str = ""
+    preferred: Any = None
 
 
 class ConfigChooser(abc.ABC):

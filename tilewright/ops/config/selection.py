@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -199,22 +199,12 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         """The config that would have been chosen if it were built, with its missing builds; None if there is none."""
         if selection.step not in _UNTUNED:
             return None
-        preferred = self._preferred(inv)
+        configs = self._shipped_configs(inv)
+        preferred = next((config for config in configs if _can_run(inv, config, built=False)), selection.preferred)
         if preferred is None or preferred == selection.config:
             return None
         missing = unbuilt.missing(inv, preferred)
         return (preferred, missing) if missing else None
-
-    def _preferred(self, inv: Invocation[Any, Any]) -> Any:
-        """The config that the steps without measurements would choose if everything were built."""
-        entry = self.shipped(inv)
-        for config in () if entry is None else entry.ranked:
-            if _can_run(inv, config, built=False):
-                return config
-        nearest = None if inv.is_symbolic else self._nearest(inv, built=False)
-        if nearest is not None:
-            return nearest.config
-        return inv.kernel.preferred_cfg(inv)
 
     def _report_missing_builds(self, inv: Invocation[Any, Any], selection: Selection, overrides: Overrides) -> None:
         """Reports each missing build once, and starts building it if the policy says so."""
@@ -290,9 +280,13 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         return next((key for key in (inv.key, *inv.former_keys) if persistent.has_file(key)), None)
 
     def _shipped_table(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
-        entry = self.shipped(inv)
-        configs = () if entry is None else (inv.kernel.adapted_config(inv, config) for config in entry.ranked)
+        configs = self._shipped_configs(inv)
         return next((config for config in configs if _can_run(inv, config)), None)
+
+    def _shipped_configs(self, inv: Invocation[Any, Any]) -> Iterator[Any]:
+        """The configs of the shipped tables' entry for the call, best first."""
+        entry = self.shipped(inv)
+        return (inv.kernel.adapted_config(inv, config) for config in (() if entry is None else entry.ranked))
 
     def shipped(self, inv: Invocation[Any, Any]) -> TunedCall | None:
         """The shipped tables' entry for the call."""
@@ -335,23 +329,29 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
 
     def _guess(self, inv: Invocation[Any, Any]) -> Selection:
         """The config that runs if nothing was measured for the call."""
-        near = None if inv.is_symbolic else self._nearest(inv)
-        return near or Selection(inv.kernel.heuristic_cfg(inv), "heuristic", inv.key)
+        preferred = None
+        for near in self._near(inv):
+            if not unbuilt.missing(inv, near.config):
+                return dataclasses.replace(near, preferred=preferred)
+            preferred = near.config if preferred is None else preferred
+        if preferred is None:
+            preferred = inv.kernel.preferred_cfg(inv)
+        config = inv.kernel.heuristic_cfg(inv)
+        return Selection(config, "heuristic", inv.key, preferred=None if preferred == config else preferred)
 
-    def _nearest(self, inv: Invocation[Any, Any], *, built: bool = True) -> Selection | None:
-        """The config of the nearest shape in the shipped tables that can run the call and, if ``built``, is built."""
+    def _near(self, inv: Invocation[Any, Any]) -> Iterator[Selection]:
+        """The configs of the nearest shapes in the shipped tables that can run the call, built or not."""
         device = inv.target.fingerprint
         table = self._table(device)
-        if not table:
-            return None
+        if not table or inv.is_symbolic:
+            return
         if device not in self._nearby:
             self._nearby[device] = NearestTable((key, entry.ranked) for key, entry in table.items())
         for near in self._nearby[device].neighbours(inv.key):
             for config in (inv.kernel.adapted_config(inv, each) for each in near.configs):
-                if _can_run(inv, config, built=built):
+                if _can_run(inv, config, built=False):
                     detail = f"measured for {describe_key(near.key)}, at a distance of {near.distance:.3g}"
-                    return Selection(config, "nearest", inv.key, detail=detail)
-        return None
+                    yield Selection(config, "nearest", inv.key, detail=detail)
 
     def store(
         self, inv: Invocation[Any, Any], cfg: object, candidates: Sequence[Any], time_ms: float | None, complete: bool
@@ -410,8 +410,9 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
             stale = self.persistent.stale_config(
                 self._disk_key(inv) or inv.key, expected_type=expected, source=inv.kernel.source
             )
-        nearest = self._nearest(inv) if stale is None else None
-        return stale if nearest is None else nearest.config
+        if stale is not None:
+            return stale
+        return next((near.config for near in self._near(inv) if not unbuilt.missing(inv, near.config)), None)
 
     def measured_ms(self, inv: Invocation[Any, Any], cfg: object) -> float | None:
         """The time that the disk cache, or else a shipped table, holds for a config of this call."""
