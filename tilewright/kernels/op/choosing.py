@@ -122,7 +122,8 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
         backend = self.backends.find(cfg)
         if backend is None:
             return [f"{self.name} has no backend {cfg.backend!r} that can be loaded here"]
-        why, allowed = self._backend_reasons(backend, inv), self._allowed(inv)
+        inputs = self.inputs_of(inv)
+        why, allowed = _reasons(backend, inputs, inv), self._allowed(inv)
         if allowed is not None and backend.platform not in allowed:
             why = [*why, f"the caller wants one of the platforms {', '.join(allowed)}"]
         if why:
@@ -131,7 +132,7 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
         if not isinstance(cfg.params, expected):
             return [f"params of type {expected.__name__} were expected, got {cfg.params!r}"]
         # Footprints come last: they are defined only for params that can serve the call.
-        why = backend.config_reasons(self.inputs_of(inv), inv.target, inv.direction, cfg.params)
+        why = backend.config_reasons(inputs, inv.target, inv.direction, cfg.params)
         return why or _repeat_reasons(backend, cfg.params) or launch_reasons(self._footprints(inv, cfg), inv.target)
 
     def adapted_config(self, inv: Call, cfg: Choice) -> Choice:
@@ -235,7 +236,7 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
         for platform in (None,) if allowed is None else allowed:
             last = []
             for each in self.backends.usable:
-                if platform not in (None, each.platform) or self._backend_reasons(each, inv):
+                if platform not in (None, each.platform) or _reasons(each, inputs, inv):
                     continue
                 found = True
                 if each.deprioritized(inputs, inv.target, inv.direction):
