@@ -123,8 +123,9 @@ def matmul_kernel(
       scales: of operands of 8 bits.
     """
     params = plan.params
+    consumers, cluster = params.consumers, params.cluster
     # Persistent, a cluster for as many SMs as it has CTAs: any two SMs of a GPC make one, so none is left over.
-    programs = num_sms // params.cluster
+    programs = num_sms // cluster
     items = schedule.items()
     if isinstance(items, int):
         programs = min(programs, items)
@@ -135,15 +136,15 @@ def matmul_kernel(
         context = MatmulContext(plan, operands, results, scratch, warpgroup, lax.axis_index("program"), programs)
         # Consumers come first, so that a consumer's index is its warpgroup's. Every role changes its registers by
         # setmaxnreg: the increase of a consumer blocks until the producer has given up its own.
-        pl.when(warpgroup < params.consumers)(lambda: run_consumer(context))
-        pl.when(warpgroup == params.consumers)(lambda: run_producer(context))
+        pl.when(warpgroup < consumers)(lambda: run_consumer(context))
+        pl.when(warpgroup == consumers)(lambda: run_producer(context))
 
     scratch = Scratch(
         plan.stages,
-        plan.store_tile.stack(params.consumers, plan.store_buffers),
+        plan.store_tile.stack(consumers, plan.store_buffers),
         # One arrival: each phase is completed by the single warpgroup that has zeroed the rhs of a stage.
         plgpu.Barrier(num_arrivals=1, num_barriers=params.num_stages) if masks and params.sharers > 1 else None,
-        TurnsPlan(params.consumers) if params.turns or scales is not None else None,
+        TurnsPlan(consumers) if params.turns or scales is not None else None,
     )
     out: tuple[jax.Array, ...] = run_kernel(
         body,
@@ -151,8 +152,8 @@ def matmul_kernel(
         tuple(results),
         scratch,
         num_ctas=programs,
-        warpgroups=params.consumers + 1,
-        cluster=params.cluster,
+        warpgroups=consumers + 1,
+        cluster=cluster,
     )
     return list(out)
 
