@@ -26,10 +26,11 @@ from tilewright.ops.kernel.optional import gradient_form
 from tilewright.ops.kernel.prepared import prepare, prepared
 from tilewright.ops.lowering import derivatives as derivatives  # the rules by which JAX differentiates calls
 from tilewright.ops.lowering.call import Selector, apply, apply_backward
+from tilewright.ops.lowering.found_calls import FoundCall, backward_calls, found_calls
 from tilewright.ops.lowering.programs import Program, Programs
 from tilewright.ops.lowering.surroundings import operand_devices
 from tilewright.ops.types import Cfg, Out
-from tilewright.ops.utils.describe import describe_config
+from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.target import check_runs_here
 
 __all__ = ["ConfigChooser", "Executor", "Explanation", "default_executor"]
@@ -80,9 +81,12 @@ class Executor(Generic[Cfg, Out]):
         return apply_backward(kernel, selector, (tuple(given), dict(named)), residuals, cotangents, wanted)
 
     def choose_config(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Cfg:
-        """Returns the forward config that a call would run with; tunes the call if the policy allows it."""
-        inv, _ = prepared(kernel, args, kwargs, concrete=False)
-        chosen: Cfg = self.chooser.choose(inv, cfg=cfg).config
+        """Returns the forward config that a call would run with; tunes the call if the policy allows it.
+
+        Of a call that is computed by calls on the devices' parts of its arrays, the config of the first of those.
+        """
+        (first, *_), _ = self._calls(kernel, cfg, args, kwargs)
+        chosen: Cfg = first.chooser.choose(first.inv, cfg=first.cfg).config
         return chosen
 
     def compile(
@@ -109,13 +113,14 @@ class Executor(Generic[Cfg, Out]):
         """Explains which config a call would run with, where it comes from, and why others were rejected; measures
         nothing.
 
+        If devices exchange more than sums, the calls on their parts of the arrays are explained.
+
         Args:
           quiet: return the explanation without printing it.
         """
-        inv, _ = prepared(kernel, args, kwargs, concrete=False)
-        directions = [inv] if gradient_form(kernel) is None else [inv, inv.backward()]
-        choices = tuple(self.explain_choice(each, cfg) for each in directions)
-        explanation = Explanation(kernel.name, choices)
+        calls, by_parts = self._calls(kernel, cfg, args, kwargs, derivative=True)
+        choices = tuple(Executor(each.chooser).explain_choice(each.inv, each.cfg) for each in calls)
+        explanation = Explanation(kernel.name, choices, by_parts)
         if not quiet:
             print(explanation)
         return explanation
@@ -150,7 +155,40 @@ class Executor(Generic[Cfg, Out]):
             inv.key,
             inv.kernel.rejection_reasons(inv, selection.config, measured),
             selection.detail,
+            inv.kernel.name,
         )
+
+    def _calls(
+        self,
+        kernel: Kernel[Any, Any],
+        cfg: object,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        *,
+        derivative: bool = False,
+    ) -> tuple[list[FoundCall], bool]:
+        """The call itself, or, and then True, those on the devices' parts of its arrays by which it is computed.
+
+        Args:
+          derivative: add the backward passes, if the kernel defines one.
+        """
+        check_kernel(kernel)
+        arrays, structure = split((args, kwargs))
+        by_parts: list[bool] = []
+
+        def whole_call(*traced: Any) -> Any:
+            given, named = structure.join(traced)
+            with errors_naming(kernel):
+                parts = kernel.distributed(cfg, given, named)
+                by_parts.append(parts is not None)
+                return None if parts is None else parts()
+
+        structs, both = [abstract(array) for array in arrays], derivative and gradient_form(kernel) is not None
+        forward = found_calls(whole_call, structs)
+        if by_parts[0]:
+            return [*forward, *(backward_calls(whole_call, structs) if both else ())], True
+        inv, _ = prepared(kernel, args, kwargs, concrete=False)
+        return [FoundCall(self.chooser, each, cfg) for each in ([inv, inv.backward()] if both else [inv])], False
 
     def _program(
         self, kernel: Kernel[Any, Any], selector: Selector, structure: Structure, arrays: Sequence[Operand]
@@ -219,6 +257,7 @@ class ExplainedChoice:
       time_ms: the config's measured time, if there is one.
       rejected: the reasons why each other implementation was not chosen.
       detail: more about the step: which lock, or which shapes the config was measured for and how far away they are.
+      op: the name of the kernel that is called, which may be another than the explained one on parts of its arrays.
     """
 
     direction: str
@@ -228,6 +267,7 @@ class ExplainedChoice:
     key: str
     rejected: Mapping[str, Sequence[str]]
     detail: str = ""
+    op: str = ""
 
     @property
     def origin(self) -> str:
@@ -243,10 +283,16 @@ class ExplainedChoice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-    """The configs that a call would run with: one choice for each direction that the kernel defines."""
+    """The configs that a call would run with: one choice for each direction that the kernel defines.
+
+    Attributes:
+      by_parts: True if other calls on the devices' parts of its arrays compute it: then the choices are theirs, first
+        all of the forward pass.
+    """
 
     op: str
     choices: tuple[ExplainedChoice, ...]
+    by_parts: bool = False
 
     @property
     def forward(self) -> ExplainedChoice:
@@ -269,7 +315,10 @@ class Explanation:
         return self.forward.rejected
 
     def __str__(self) -> str:
-        return "\n".join([self.op, *(str(choice) for choice in self.choices)])
+        if not self.by_parts:
+            return "\n".join([self.op, *map(str, self.choices)])
+        head = f"{self.op}, by calls on the devices' parts of its arrays"
+        return "\n".join([head, *(f"{each.op} of {describe_key(each.key)}\n{each}" for each in self.choices)])
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from tilewright.ops.config.chooser import ConfigChooser
-from tilewright.ops.config.context import applied_overrides, check_budget, current_overrides
+from tilewright.ops.config.context import check_budget, inspection_only
 from tilewright.ops.config.memory import ConfigCache
 from tilewright.ops.config.results import AutotuningResult
 from tilewright.ops.config.selection import ConfigSelectorChain
@@ -24,13 +24,6 @@ from tilewright.ops.tuning.confirming import check_confirmable, confirmed
 from tilewright.ops.tuning.events import Event
 from tilewright.ops.tuning.tuning import DEFAULT_CALL_S, Autotuner
 from tilewright.ops.utils.describe import describe_config, describe_key
-
-
-@contextlib.contextmanager
-def inspection_only() -> Iterator[None]:
-    """Lowers without tuning and without keeping the trace, so that a later real call sees the tuned configs."""
-    with applied_overrides(dataclasses.replace(current_overrides(), token=object())):
-        yield
 
 
 def lower(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> jax.stages.Lowered:

@@ -24,7 +24,7 @@ from tilewright.ops import (
     policy_override,
 )
 from tilewright.ops.config import agreement, job_store
-from tilewright.ops.program import inspection_only
+from tilewright.ops.config.context import inspection_only
 from tilewright.ops.utils.known_devices import KNOWN_DEVICES
 
 

@@ -17,13 +17,14 @@ from tilewright.kernels.cuda import Group
 from tilewright.kernels.cuda.devices import architecture
 from tilewright.kernels.cuda.kernel import recording_groups
 from tilewright.ops import Lock, default_executor
+from tilewright.ops.config.context import inspection_only
 from tilewright.ops.config.lockfile import Decision, key_fields
 from tilewright.ops.config.persistent import REBUILD_ERRORS, rebuild_config
 from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.kernel.kernel import Invocation, live_kernel
 from tilewright.ops.lowering.programs import Decisions
-from tilewright.ops.program import inspection_only, lower
+from tilewright.ops.program import lower
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import device_of_fingerprint
 

@@ -157,6 +157,13 @@ def applied_overrides(overrides: Overrides) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def inspection_only() -> Iterator[None]:
+    """Traces and lowers without tuning or keeping the trace, so that a later real call sees the tuned configs."""
+    with applied_overrides(dataclasses.replace(current_overrides(), token=object())):
+        yield
+
+
+@contextlib.contextmanager
 def overlay_cache(cache: ConfigCache) -> Iterator[ConfigCache]:
     """Makes a cache answer before every other, in this thread or async task, while the context lasts.
 
