@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.command_line import invoke
 from tilewright.cli.info import probing
-from tilewright.kernels.op.backend import Implementation, lazy
+from tilewright.kernels.op.backend import Backend, loaded
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.inputs import OpInputs, static
 from tilewright.ops import Device
@@ -20,7 +20,7 @@ class Numbered(OpInputs):
     number: int = static()
 
 
-class Picky(Implementation):
+class Picky(Backend):
     """Serves no GPU, and of calls the second."""
 
     name = "picky"
@@ -35,7 +35,7 @@ class Picky(Implementation):
 
 def served(where, calls=(Numbered(1), Numbered(2)), present=None):
     devices = [current_device()] if present is None else present
-    return probing._served("op", lazy(where).loaded, calls, devices)
+    return probing._served("op", loaded(where), calls, devices)
 
 
 def test_every_backend_of_every_op_is_asked(monkeypatch):

@@ -79,7 +79,7 @@ def test_the_first_backend_that_takes_block_sizes_gets_them(
     if chosen is not None:
         assert config.chosen(choices, inv) == chosen
         return
-    with pytest.raises(UnsupportedError, match=rf"tests.product \({direction}\)(.|\n)* {config.platform}: no impl"):
+    with pytest.raises(UnsupportedError, match=rf"tests.product \({direction}\)(.|\n)* {config.platform}: no backend"):
         config.chosen(choices, inv)
 
 

@@ -1,4 +1,4 @@
-"""Every registered op, its implementations, and small calls of it: what the generated suite is made from."""
+"""Every registered op, its backends, and small calls of it: what the generated suite is made from."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ class OpCall:
 
     @property
     def platforms(self) -> set[Platform]:
-        """Those that the op has implementations for."""
+        """Those that the op has backends for."""
         return {each.platform for each in self.kernel.backends.usable}
 
     def on_arrays(self, **more: Any) -> tuple[Callable[..., Any], list[Any]]:
@@ -90,6 +90,6 @@ def every_op() -> tuple[str, ...]:
 
 
 def choices(call: OpCall, direction: str = "forward") -> Iterator[Choice]:
-    """What every implementation that can serve a call would run it with on the device in force."""
+    """What every backend that can serve a call would run it with on the device in force."""
     inv = call.invocation(direction)
     yield from {choice.backend: choice for choice in call.kernel._by_preference(inv)}.values()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tilewright.kernels import OPS, kernel
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.inputs import OpInputs
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.types import Direction
@@ -41,7 +41,7 @@ def options_of(op: str) -> set[str]:
     return {field.name for field in fields if field.metadata.get("role", "option") == "option"}
 
 
-def backends_of(op: str) -> list[Implementation[Any, Any, Any, Any]]:
+def backends_of(op: str) -> list[Backend[Any, Any, Any, Any]]:
     return list(kernel(op).backends.usable)
 
 

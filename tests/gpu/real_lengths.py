@@ -11,7 +11,7 @@ import numpy as np
 from tests.kernels.flash_attention.conformance import cotangents, inputs_of, judge, oracles
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Direction
 
@@ -60,7 +60,7 @@ def differences(run: Callable[[], dict[str, jax.Array]]) -> dict[str, float]:
     return found
 
 
-def check_at_real_lengths(backend: Implementation, case: AttentionCase, configs: Configs) -> None:
+def check_at_real_lengths(backend: Backend, case: AttentionCase, configs: Configs) -> None:
     """Runs every config of both directions; ``deterministic`` in a config says whether it must repeat bit for bit."""
     seed = secrets.randbits(30)
     inputs = inputs_of(case, seed)

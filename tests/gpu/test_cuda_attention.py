@@ -29,7 +29,7 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.cuda.backend import CudaBackwardParams, CudaFlashAttention, CudaForwardParams
 from tilewright.kernels.flash_attention.cuda.selection import TABLES
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
@@ -47,14 +47,14 @@ def exact_products() -> Iterator[None]:
 
 
 class TestCuda(Conformance):
-    backend: ClassVar[Implementation] = BACKEND
+    backend: ClassVar[Backend] = BACKEND
     low_bias = False
     deterministic: ClassVar[bool] = False
     cases = CASES[::2]
 
 
 class TestCudaDeterministic(Conformance):
-    backend: ClassVar[Implementation] = BACKEND
+    backend: ClassVar[Backend] = BACKEND
     low_bias = False
     cases = CASES[1::2]
 

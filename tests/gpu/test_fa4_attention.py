@@ -20,7 +20,7 @@ from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAtte
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.masks import LengthMask
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Direction
@@ -40,13 +40,13 @@ def exact_products() -> Iterator[None]:
 
 
 class TestFa4(Conformance):
-    backend: ClassVar[Implementation] = BACKEND
+    backend: ClassVar[Backend] = BACKEND
     low_bias = False
     deterministic: ClassVar[bool] = False
     cases = PAIRWISE
 
 
-def skip_unless_served(inputs: AttentionInputs, backend: Implementation = BACKEND) -> AttentionInputs:
+def skip_unless_served(inputs: AttentionInputs, backend: Backend = BACKEND) -> AttentionInputs:
     structs = inputs.structs.replace(return_lse=True)
     for direction in DIRECTIONS:
         if why := backend.not_supported_reasons(structs, current_device(), direction):
@@ -83,7 +83,7 @@ def test_residuals_are_those_of_every_backend(name: str):
 
 @pytest.mark.parametrize("other", [PallasGpuFlashAttention(), CudaFlashAttention()], ids=["pallas", "cuda"])
 @pytest.mark.parametrize("name", ["causal", "window", "lengths"])
-def test_pairs_with_kernels_of_ours(name: str, other: Implementation):
+def test_pairs_with_kernels_of_ours(name: str, other: Backend):
     inputs = inputs_for(dataclasses.replace(CASES[name], head_dim=64, q_length=192))
     skip_unless_served(inputs)
     skip_unless_served(inputs, other)

@@ -15,7 +15,7 @@ from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.triton.backend import TritonGroupedMatmul
 from tilewright.kernels.matmul.xla.backend import XlaGroupedMatmul
 from tilewright.kernels.matmul.xla.ragged_dot import RaggedDot
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -37,21 +37,21 @@ class _OnGpu(GroupedConformance):
 
 
 class TestXla(_OnGpu):
-    backend: ClassVar[Implementation[Any, Any, Any, Any]] = XlaGroupedMatmul()
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = XlaGroupedMatmul()
 
 
 class TestRaggedDot(_OnGpu):
-    backend: ClassVar[Implementation[Any, Any, Any, Any]] = RaggedDot()
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = RaggedDot()
 
 
 class TestTriton(_OnGpu):
-    backend: ClassVar[Implementation[Any, Any, Any, Any]] = TritonGroupedMatmul()
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = TritonGroupedMatmul()
 
 
 class TestHopper(_OnGpu):
     """In 16 bits, which are all that it serves."""
 
-    backend: ClassVar[Implementation[Any, Any, Any, Any]] = HopperGroupedMatmul()
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = HopperGroupedMatmul()
 
     def adapted(self, case: GroupedMatmulCase) -> GroupedMatmulCase:
         return dataclasses.replace(case, dtype="float16" if case.dtype == "float16" else "bfloat16", rhs_dtype=None)

@@ -29,7 +29,7 @@ from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.triton.backend import TritonLinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.xla.backend import XlaLinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.xla.params import XlaLossBackwardParams, XlaLossParams
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.ops.utils.device import current_device
 
@@ -56,7 +56,7 @@ def forms_of_xla() -> list[PerDirection]:
     ]
 
 
-def forms_of(backend: Implementation[Any, Any, Any, Any], inputs: LossInputs, **sizes: int) -> list[PerDirection]:
+def forms_of(backend: Backend[Any, Any, Any, Any], inputs: LossInputs, **sizes: int) -> list[PerDirection]:
     """Every tile of a backend with kernels; the heuristic's form, and the recomputed one, in blocks of these sizes."""
     device, found = current_device(), []
     if any(backend.not_supported_reasons(inputs, device, way) for way in ("forward", "backward")):
@@ -77,14 +77,14 @@ class _OnGpu(LossConformance):
 
 
 class TestXla(_OnGpu):
-    backend: ClassVar[Implementation[Any, Any, Any, Any]] = XlaLinearCrossEntropy()
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = XlaLinearCrossEntropy()
 
     def configs(self, inputs: LossInputs) -> list[Any]:
         return forms_of_xla()
 
 
 class TestTriton(_OnGpu):
-    backend: ClassVar[Implementation[Any, Any, Any, Any]] = TritonLinearCrossEntropy()
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = TritonLinearCrossEntropy()
 
     def configs(self, inputs: LossInputs) -> list[Any]:
         pytest.importorskip("triton")

@@ -16,7 +16,7 @@ from tilewright.kernels.flash_attention.cuda.backend import CudaBackwardParams, 
 from tilewright.kernels.flash_attention.hopper import backend as pallas_gpu
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(
@@ -39,7 +39,7 @@ CASES = {
 }
 
 
-def run(backend: Implementation, inputs: AttentionInputs, forward: Iterable[Any], backward: Iterable[Any]) -> None:
+def run(backend: Backend, inputs: AttentionInputs, forward: Iterable[Any], backward: Iterable[Any]) -> None:
     """Every config of both directions; the sanitizer judges, but nothing that they write may be missing either."""
     d = cotangents(inputs)
     for config in forward:

@@ -12,7 +12,7 @@ from tests.kernels.norms.conformance import NormConformance, check, cotangents_o
 from tilewright.kernels.norms.cases import LayerNormCase, NormCase, RmsNormCase
 from tilewright.kernels.norms.inputs import NormInputs
 from tilewright.kernels.norms.triton.backend import TritonNorm
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -32,7 +32,7 @@ CASES: tuple[NormCase, ...] = tuple(
 
 
 class TestTriton(NormConformance):
-    backend: ClassVar[Implementation[Any, Any, Any, Any]] = BACKEND
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = BACKEND
 
     def params(self, problem: NormInputs) -> tuple[Any, Any]:
         return BACKEND.heuristic(problem, current_device(), "forward"), BACKEND.heuristic(

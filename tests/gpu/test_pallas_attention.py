@@ -16,7 +16,7 @@ from tests.kernels.flash_attention.conformance import (
 from tilewright.kernels import kernel
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.modules import flash_attention
 from tilewright.ops import default_executor
 from tilewright.ops.types import Direction
@@ -30,7 +30,7 @@ BACKEND = PallasGpuFlashAttention()
 
 
 class TestPallasOnHopper(Conformance):
-    backend: ClassVar[Implementation] = BACKEND
+    backend: ClassVar[Backend] = BACKEND
     # A third of them, for the time that compilation takes: all run in the interpreter.
     cases = CASES[::3]
 

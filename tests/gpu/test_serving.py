@@ -13,7 +13,7 @@ import triton.language as tl
 import tilewright
 from tests.kernels.paged_attention.conformance import PagedConformance, check, inputs_of
 from tests.kernels.paged_attention.latent_conformance import LatentConformance, latent_inputs
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.paged_attention.cuda.packed import CudaPackedAttention
 from tilewright.kernels.paged_attention.hopper.latent_backend import HopperLatentParams, PallasGpuPagedAttention
 from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
@@ -37,7 +37,7 @@ REAL: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "b
 
 
 class TestTritonOnGpu(PagedConformance):
-    backend: ClassVar[Implementation] = TritonPagedAttention()
+    backend: ClassVar[Backend] = TritonPagedAttention()
 
     def params(self, inputs: PagedInputs) -> Any:
         rows = 4 if inputs.longest_q > 1 else 1
@@ -50,7 +50,7 @@ needs_hopper = pytest.mark.skipif(current_device().capability != (9, 0), reason=
 
 @needs_hopper
 class TestLatentsOnHopper(LatentConformance):
-    backend: ClassVar[Implementation] = PallasGpuPagedAttention()
+    backend: ClassVar[Backend] = PallasGpuPagedAttention()
 
     def params(self, splits: int) -> Any:
         return HopperLatentParams(splits, splits - 1)  # with and without loads into the L2 cache
@@ -76,7 +76,7 @@ def check_and_repeat(backend: Any, inputs: PagedInputs, runs: int) -> None:
 
 
 class TestXlaOnGpu(PagedConformance):
-    backend: ClassVar[Implementation] = XlaPagedAttention()
+    backend: ClassVar[Backend] = XlaPagedAttention()
 
     def params(self, inputs: PagedInputs) -> Any:
         return FwdParams(q_blocksize=4, kv_blocksize=24, blocksize_heads=2 * inputs.heads)
@@ -219,7 +219,7 @@ def packed_inputs(**fields: Any) -> PagedInputs:
 )
 @pytest.mark.parametrize("page_size", [16, 64, 256])
 @PACKED_BACKENDS
-def test_packed_on_hopper(backend: Implementation, page_size: int, fields: dict[str, Any]) -> None:
+def test_packed_on_hopper(backend: Backend, page_size: int, fields: dict[str, Any]) -> None:
     """Often: a slot that is overwritten while a product reads it shows now and then."""
     check_and_repeat(backend, packed_inputs(page_size=page_size, **fields), 20)
 
@@ -241,7 +241,7 @@ def test_packed_on_hopper(backend: Implementation, page_size: int, fields: dict[
     ids=str,
 )
 @PACKED_BACKENDS
-def test_many_packed_sequences_on_hopper(backend: Implementation, fields: dict[str, Any]) -> None:
+def test_many_packed_sequences_on_hopper(backend: Backend, fields: dict[str, Any]) -> None:
     """More of either kind than there are multiprocessors, so that blocks take what comes next; or so few that keys are
     cut to parts."""
     check_and_repeat(backend, packed_inputs(**fields), 20)
@@ -250,7 +250,7 @@ def test_many_packed_sequences_on_hopper(backend: Implementation, fields: dict[s
 @needs_hopper
 @pytest.mark.parametrize("offset", [-40.0, 40.0])
 @PACKED_BACKENDS
-def test_logits_that_are_all_far_from_zero(backend: Implementation, offset: float) -> None:
+def test_logits_that_are_all_far_from_zero(backend: Backend, offset: float) -> None:
     """The greatest logit is looked for by its bits where it is not negative."""
     inputs = packed_inputs(sequences=4, kv_length=600, q_lengths=(1, 70))
     one = offset / (8 * inputs.query.shape[-1] ** -0.5)
@@ -261,14 +261,14 @@ def test_logits_that_are_all_far_from_zero(backend: Implementation, offset: floa
 @needs_hopper
 @pytest.mark.parametrize("page_size", [16, 128])
 @PACKED_BACKENDS
-def test_hostile_tables_of_packed_queries_in_bounds(backend: Implementation, page_size: int) -> None:
+def test_hostile_tables_of_packed_queries_in_bounds(backend: Backend, page_size: int) -> None:
     inputs = packed_inputs(page_size=page_size, sequences=5, kv_length=700, q_lengths=(1, 40))
     run_on_hostile_tables(backend, inputs)
 
 
 @needs_hopper
 @PACKED_BACKENDS
-def test_tokens_of_no_sequence_and_values_that_no_token_sees(backend: Implementation) -> None:
+def test_tokens_of_no_sequence_and_values_that_no_token_sees(backend: Backend) -> None:
     inputs = packed_inputs(sequences=4, kv_length=300, q_lengths=(1, 70))
     cum = np.asarray(inputs.cum_q_lens)
     inputs = dataclasses.replace(inputs, cum_q_lens=jnp.asarray([3, cum[1], cum[3], cum[2], cum[4] - 9], jnp.int32))

@@ -30,7 +30,7 @@ from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAtte
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.triton.backend import TritonFlashAttention
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
@@ -48,7 +48,7 @@ def exact_products() -> Iterator[None]:
 
 
 class TestTriton(Conformance):
-    backend: ClassVar[Implementation] = BACKEND
+    backend: ClassVar[Backend] = BACKEND
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -85,7 +85,7 @@ def test_candidates(name: str, index: int):
     ids=lambda other: str(other.platform),
 )
 @pytest.mark.parametrize("name", ["causal", "grouped", "window"])
-def test_pairs_with_every_backend(name: str, other: Implementation):
+def test_pairs_with_every_backend(name: str, other: Backend):
     inputs = inputs_of(dataclasses.replace(REAL[name], q_length=300))
     structs, device = inputs.replace(return_lse=True).structs, current_device()
     directions: tuple[Direction, ...] = ("forward", "backward")

@@ -12,7 +12,7 @@ import tilewright
 from tests.kernels.flash_attention.conformance import Conformance
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.modules import FlashAttention, base, flash_attention
 from tilewright.ops import (
@@ -38,7 +38,7 @@ def exact_products() -> Iterator[None]:
 
 @pytest.mark.usefixtures("exact_products")
 class TestXlaOnGpu(Conformance):
-    backend: ClassVar[Implementation] = XlaFlashAttention()
+    backend: ClassVar[Backend] = XlaFlashAttention()
 
     def params(self, inputs: AttentionInputs, direction: Direction) -> FwdParams | BwdParams:
         kind = FwdParams if direction == "forward" else BwdParams

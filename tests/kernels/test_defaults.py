@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tilewright.kernels.op.backend import Implementation, lazy
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.inputs import OpInputs
 from tilewright.kernels.op.portfolio import PortfolioKernel
@@ -28,7 +28,7 @@ class Inputs(OpInputs):
 type Results = tuple[jax.Array, jax.Array]
 
 
-class Xla(Implementation[Inputs, Results, FwdParams, BwdParams]):
+class Xla(Backend[Inputs, Results, FwdParams, BwdParams]):
     name = "xla"
     platform = Platform.XLA
 
@@ -55,7 +55,7 @@ class Centred(PortfolioKernel[Inputs, Results]):
     core_dims: ClassVar[dict[str, int]] = {"x": 1, "offset": 1}
 
     def __init__(self) -> None:
-        super().__init__("tests.centred", version="1", implementations=(lazy(f"{__name__}:Xla"),))
+        super().__init__("tests.centred", version="1", backends=[f"{__name__}:Xla"])
 
     def prepare(self, x, offset, weight) -> Inputs:
         return Inputs(x, offset, weight)

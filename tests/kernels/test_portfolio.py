@@ -1,4 +1,4 @@
-"""A small op with four implementations, of which one refuses, one is slow and one cannot be loaded."""
+"""A small op with four backends, of which one refuses, one is slow and one cannot be loaded."""
 
 import dataclasses
 from pathlib import Path
@@ -13,7 +13,7 @@ from tilewright.compat.base import KernelConfig
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import OPS
 from tilewright.kernels import kernel as kernel_of
-from tilewright.kernels.op.backend import Implementation, lazy
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Choice, PerDirection, Platform
 from tilewright.kernels.op.inputs import OpInputs
 from tilewright.kernels.op.portfolio import PortfolioKernel
@@ -30,7 +30,7 @@ class Doubling(OpInputs):
     y: Any = None
 
 
-class Plain(Implementation):
+class Plain(Backend):
     name = "xla"
     platform = Platform.XLA
 
@@ -82,7 +82,7 @@ class Double(PortfolioKernel):
             f"{HERE}:Picky",
             f"{HERE}:Plain",
         ]
-        super().__init__("double", version="1", implementations=[lazy(each) for each in where])
+        super().__init__("double", version="1", backends=where)
 
     def prepare(self, x: Any, y: Any = None, *, platform: Any = None) -> Doubling:
         return Doubling(x, y, platform=None if platform is None else tuple(map(Platform, platform)))
@@ -105,14 +105,14 @@ def executor() -> Executor[Any, Any]:
     return Executor(ConfigSelectorChain())
 
 
-def test_the_first_implementation_that_can_serves_the_call(executor: Any) -> None:
+def test_the_first_backend_that_can_serves_the_call(executor: Any) -> None:
     kernel = Double()
     assert executor.choose_config(kernel, jnp.ones(4)).backend == "triton"
     assert executor.choose_config(kernel, jnp.ones(5)).backend == "xla"
     np.testing.assert_array_equal(executor(kernel, jnp.ones(5)), np.full(5, 2.0))
 
 
-def test_each_direction_takes_its_own_implementation(executor: Any) -> None:
+def test_each_direction_takes_its_own_backend(executor: Any) -> None:
     explanation = executor.explain(Double(), jnp.ones(4), quiet=True)
     assert [choice.config.backend for choice in explanation.choices] == ["triton", "xla"]
     np.testing.assert_array_equal(jax.grad(lambda x: executor(Double(), x).sum())(jnp.ones(4)), np.full(4, 2.0))
@@ -122,11 +122,11 @@ def test_a_named_platform_is_strict_and_its_error_lists_every_reason(executor: A
     with pytest.raises(UnsupportedError) as caught:
         executor(Double(), jnp.ones(5), platform=["triton", "cuda"])
     assert set(caught.value.reasons["triton"]) == {"length is odd", "length is above 4"}
-    assert "no implementation" in caught.value.reasons["cuda"][0]
+    assert "no backend" in caught.value.reasons["cuda"][0]
     assert "xla" not in caught.value.reasons
 
 
-def test_an_unloadable_implementation_is_a_reason_not_an_error(executor: Any) -> None:
+def test_an_unloadable_backend_is_a_reason_not_an_error(executor: Any) -> None:
     explanation = executor.explain(Double(), jnp.ones(5), quiet=True)
     assert "No module named 'absent'" in explanation.rejected["module"][0]
     with pytest.raises(UnsupportedError, match="No module named 'absent'"):
@@ -138,7 +138,7 @@ def test_platforms_are_tried_in_the_callers_order(executor: Any) -> None:
     assert executor.choose_config(Double(), jnp.ones(4), platform=["cuda", "triton"]).backend == "triton"
 
 
-def test_the_config_space_is_that_of_every_able_implementation() -> None:
+def test_the_config_space_is_that_of_every_able_backend() -> None:
     inv = Invocation(Double(), (Doubling(jnp.ones(4)),))
     space = list(Double().config_space(inv))
     assert {choice.backend for choice in space} == {"triton", "xla"}
@@ -147,7 +147,7 @@ def test_the_config_space_is_that_of_every_able_implementation() -> None:
     assert [choice.backend for choice in space[2:]] == sorted(choice.backend for choice in space[2:])
 
 
-def test_a_wrong_implementation_never_wins() -> None:
+def test_a_wrong_backend_never_wins() -> None:
     from tilewright.ops import Autotuner, Tuner
 
     kernel, chain = Double("Wrong", "Plain"), ConfigSelectorChain()
@@ -265,3 +265,9 @@ def test_choices_round_trip_through_json() -> None:
     assert from_json(to_json(choice), Choice) == choice
     assert stable_json(choice) == stable_json(dataclasses.replace(choice))
     assert str(choice) == "cutlass(q_blocksize=64)"
+
+
+@pytest.mark.parametrize("where", ["module", "module:", ":Class", Plain])
+def test_a_backend_is_given_by_module_and_class(where: Any) -> None:
+    with pytest.raises(ValueError, match='the backends of double must be strings "module:Class"'):
+        PortfolioKernel.__init__(Double(), "double", version="1", backends=[f"{HERE}:Plain", where])

@@ -87,7 +87,7 @@ class KernelConfig(CommonConfig):
                 return dataclasses.replace(choice, params=params)
         raise UnsupportedError(
             f"{inv.kernel.name} ({inv.direction})",
-            {str(self.platform): [f"no implementation that takes the block sizes of {self} can serve the call"]},
+            {str(self.platform): [f"no backend that takes the block sizes of {self} can serve the call"]},
         )
 
 
@@ -107,13 +107,13 @@ def detect_platform(
       maybe_pallas: on a GPU prefer Pallas, where it is available.
 
     Raises:
-      ValueError: there is no such op, or it has no implementation for the platform that was asked for.
+      ValueError: there is no such op, or it has no backend for the platform that was asked for.
     """
     available = _available(kernel(algorithm))
     if platform is not None and platform != "auto":
         if platform not in available:
             names = sorted(map(str, available))
-            raise ValueError(f"{algorithm} has no implementation for {platform=}; available: {names}")
+            raise ValueError(f"{algorithm} has no backend for {platform=}; available: {names}")
         return Platform(platform)
     order = {
         "gpu": (Platform.PALLAS,) * maybe_pallas + (Platform.TRITON,),
@@ -123,7 +123,7 @@ def detect_platform(
 
 
 def _available(op: Portfolio[Any, Any]) -> set[Platform]:
-    """The platforms of an op's implementations that can be loaded here."""
+    """The platforms of an op's backends that can be loaded here."""
     return {each.platform for each in op.backends.usable}
 
 

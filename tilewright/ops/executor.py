@@ -1,4 +1,4 @@
-"""The executor: runs a kernel call with the selected implementation, eagerly or under any transformation."""
+"""The executor: runs a kernel call with the selected backend, eagerly or under any transformation."""
 
 import dataclasses
 import functools
@@ -255,7 +255,7 @@ class ExplainedChoice:
     Attributes:
       step: the step of the selection chain that the config comes from.
       time_ms: the config's measured time, if there is one.
-      rejected: the reasons why each other implementation was not chosen.
+      rejected: the reasons why each other backend was not chosen.
       detail: more about the step: which lock, or which shapes the config was measured for and how far away they are.
       op: the name of the kernel that is called, which may be another than the explained one on parts of its arrays.
     """

@@ -284,7 +284,7 @@ class ProgramExplanation:
 def explain(
     fn: Callable[..., Any], *args: object, chooser: ConfigChooser | None = None, **kwargs: object
 ) -> ProgramExplanation:
-    """Explains which implementation and config every kernel call of a function would use, and why not the others.
+    """Explains which backend and config every kernel call of a function would use, and why not the others.
 
     The function is lowered, not run, and nothing is measured.
 

@@ -19,7 +19,7 @@ from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.reference import attention_reference, reference_gradients
 from tilewright.kernels.masks import CausalMask, LengthMask, Mask, WindowMask
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.ops.tuning.numerics import violations as check_policy
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
@@ -255,7 +255,7 @@ def cotangents(inputs: AttentionInputs, seed: int = 1) -> tuple[jax.Array, jax.A
     return jnp.asarray(d_out, inputs.query.dtype), jnp.asarray(d_lse)
 
 
-def run_and_judge(backend: Implementation, case: AttentionCase, forward: Any, backward: Any) -> None:
+def run_and_judge(backend: Backend, case: AttentionCase, forward: Any, backward: Any) -> None:
     """Compares one config of each direction with the oracle."""
     inputs = inputs_of(case)
     d_out, d_lse = cotangents(inputs)
@@ -266,7 +266,7 @@ def run_and_judge(backend: Implementation, case: AttentionCase, forward: Any, ba
     judge({"out": out, "lse": lse, **gradients}, exact.arrays, low.arrays, 2.0)
 
 
-def judge_gradients(backend: Implementation, inputs: AttentionInputs, configs: Sequence[Any], factor: float) -> None:
+def judge_gradients(backend: Backend, inputs: AttentionInputs, configs: Sequence[Any], factor: float) -> None:
     """Compares configs of the backward pass with the oracle, from the oracle's residuals."""
     d_out, d_lse = cotangents(inputs)
     exact, low = oracles(inputs, d_out, d_lse)
@@ -284,7 +284,7 @@ class Conformance(abc.ABC):
     ``low_bias`` says whether a bias near the lowest number of float32 does not overflow.
     """
 
-    backend: ClassVar[Implementation]
+    backend: ClassVar[Backend]
     low_bias: ClassVar[bool] = True
     deterministic: ClassVar[bool] = True
     cases: ClassVar[Sequence[Any]] = CASES

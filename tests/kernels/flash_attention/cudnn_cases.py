@@ -18,7 +18,7 @@ from tests.kernels.flash_attention.conformance import (
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.cudnn.backend import CudnnFlashAttention
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.ops.types import Device
 
 BACKEND = CudnnFlashAttention()
@@ -70,18 +70,18 @@ def inputs_for(case: AttentionCase, seed: int = 0) -> AttentionInputs:
 def check_residuals(
     inputs: AttentionInputs,
     device: Device,
-    others: Sequence[Implementation],
-    ours: Implementation = BACKEND,
+    others: Sequence[Backend],
+    ours: Backend = BACKEND,
     factor: float = 2.0,
 ) -> None:
     """Forward and backward, each also with other backends' halves, against the oracle, with a gradient to lse."""
     structs = inputs.structs.replace(return_lse=True)
 
-    def forward(backend: Implementation) -> Any:
+    def forward(backend: Backend) -> Any:
         params = backend.heuristic(structs, device, "forward")
         return jax.jit(lambda inputs: backend.forward(inputs, params))(inputs)
 
-    def backward(backend: Implementation, results: Any) -> Any:
+    def backward(backend: Backend, results: Any) -> Any:
         params = backend.heuristic(structs, device, "backward")
         run = jax.jit(lambda inputs, results, cotangents: backend.backward(inputs, results, cotangents, params))
         return run(inputs, results, (d_out, d_lse))

@@ -12,7 +12,7 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.triton.backend import TritonFlashAttention
 from tilewright.kernels.flash_attention.triton.params import Tiles, TritonBackwardParams, TritonForwardParams
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.ops.types import Direction
 
@@ -33,7 +33,7 @@ def interpreted() -> Iterator[None]:
 
 
 class TestConformance(Conformance):
-    backend: ClassVar[Implementation] = BACKEND
+    backend: ClassVar[Backend] = BACKEND
     cases = chosen(quick=2)
 
     def params(self, inputs: AttentionInputs, direction: Direction) -> Any:

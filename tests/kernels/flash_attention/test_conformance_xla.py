@@ -7,7 +7,7 @@ import pytest
 from tests.kernels.flash_attention.conformance import CASES, Conformance, chosen, describe
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 from tilewright.ops.utils.device import current_device
@@ -17,7 +17,7 @@ TILES = {16: (16, 32), 24: (13, 9), 5: (32, 16)}
 
 
 class TestXla(Conformance):
-    backend: ClassVar[Implementation] = XlaFlashAttention()
+    backend: ClassVar[Backend] = XlaFlashAttention()
     cases = chosen(quick=3)
 
     def params(self, inputs: AttentionInputs, direction: Direction) -> FwdParams | BwdParams:

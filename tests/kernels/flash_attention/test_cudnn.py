@@ -42,7 +42,7 @@ from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.masks import CausalMask, LengthMask, WindowMask
-from tilewright.kernels.op.backend import lazy
+from tilewright.kernels.op.backend import loaded
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Device, Direction
@@ -190,8 +190,8 @@ def custom_calls(text: str) -> list[CustomCall]:
         if match:
             config = re.search(r'backend_config = "((?:[^"\\]|\\.)*)"', line)
             assert config is not None
-            loaded = json.loads(config[1].replace("\\22", '"').replace('\\"', '"'))["cudnn_fmha_backend_config"]
-            found.append(CustomCall(match[1], loaded, line.rpartition(" : ")[2]))
+            fields = json.loads(config[1].replace("\\22", '"').replace('\\"', '"'))["cudnn_fmha_backend_config"]
+            found.append(CustomCall(match[1], fields, line.rpartition(" : ")[2]))
     return found
 
 
@@ -378,7 +378,7 @@ def test_an_interface_that_changed_is_an_import_error():
 def test_a_changed_interface_is_a_reason_and_no_crash(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fused, "MaskType", None)
     monkeypatch.delitem(sys.modules, jax_calls.__name__)
-    said = lazy(f"{jax_calls.__name__}:known_parameters").loaded.error
+    said = loaded(f"{jax_calls.__name__}:known_parameters").error
     assert said.startswith("cannot be loaded: this JAX calls cuDNN's attention in another way")
 
 

@@ -15,7 +15,7 @@ from tests.support.suites import sampled
 from tilewright.kernels.matmul.cases import GroupedMatmulCase
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.ops.tuning.numerics import violations
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
@@ -99,7 +99,7 @@ def check(got: Found, want: Found, where: str = "") -> None:
 class GroupedConformance:
     """A backend gives what the definition gives in float64, in every case and direction that it declares to support."""
 
-    backend: ClassVar[Implementation[Any, Any, Any, Any]]
+    backend: ClassVar[Backend[Any, Any, Any, Any]]
 
     def machine(self) -> AbstractContextManager[Any]:
         """What stands in for the device, if it is not there."""

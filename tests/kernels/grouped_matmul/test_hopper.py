@@ -26,7 +26,7 @@ from tilewright.kernels.matmul.hopper.backend import HopperGatedGroupedMatmul, H
 from tilewright.kernels.matmul.hopper.params import HopperGatedBackwardParams, HopperGroupedBackwardParams
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.ops.types import Device
 from tilewright.ops.utils.serialize import tagged, untagged
@@ -48,7 +48,7 @@ def few_sms() -> Iterator[None]:
 class TestHopper(GroupedConformance):
     """Two consumers, and a cluster along the rows."""
 
-    backend: ClassVar[Implementation[Any, Any, Any, Any]] = BACKEND
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = BACKEND
 
     def machine(self) -> AbstractContextManager[Any]:
         return interpret_mosaic()

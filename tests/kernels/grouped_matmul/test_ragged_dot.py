@@ -11,7 +11,7 @@ from tests.kernels.conftest import H100
 from tests.kernels.grouped_matmul.conformance import CASES, GroupedConformance, inputs_of
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.xla.ragged_dot import RaggedDot
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import grouped_matmul
 from tilewright.ops import BwdParams, FwdParams
@@ -21,7 +21,7 @@ CONFIG = PerDirection(Choice("ragged_dot", FwdParams()), Choice("ragged_dot", Bw
 
 
 class TestRaggedDot(GroupedConformance):
-    backend: ClassVar[Implementation[Any, Any, Any, Any]] = RaggedDot()
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = RaggedDot()
 
     def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
         return FwdParams(), BwdParams()

@@ -19,7 +19,7 @@ from tilewright.kernels.matmul.groups import row_tiles
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.triton.backend import TritonGroupedMatmul
 from tilewright.kernels.matmul.triton.params import TritonGroupedBackwardParams, TritonGroupedForwardParams
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.kernels.triton.matmul import TritonTile
 from tilewright.ops.types import Device
@@ -34,7 +34,7 @@ TILE = TritonTile(16, 16, 16, 1, 1)
 class TestTriton(GroupedConformance):
     """Tiles that are smaller than the arrays, so that there are several along each dimension."""
 
-    backend: ClassVar[Implementation[Any, Any, Any, Any]] = BACKEND
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = BACKEND
 
     def machine(self) -> AbstractContextManager[Any]:
         return interpret_triton()

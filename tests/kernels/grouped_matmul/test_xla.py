@@ -16,7 +16,7 @@ from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.xla.backend import XlaGroupedMatmul
 from tilewright.kernels.matmul.xla.blocks import Blocks
 from tilewright.kernels.matmul.xla.params import XlaBlockParams
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.ops.utils import device as devices
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.serialize import tagged, untagged
@@ -31,7 +31,7 @@ def run(inputs: MatmulInputs, d_out: Any, rows: int = 8) -> dict[str, Any]:
 
 
 class TestXla(GroupedConformance):
-    backend: ClassVar[Implementation[Any, Any, Any, Any]] = BACKEND
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = BACKEND
 
     def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
         return XlaBlockParams(8), XlaBlockParams(8)

@@ -13,7 +13,7 @@ from tests.support.suites import sampled
 from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.ops.tuning.numerics import violations
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
@@ -117,7 +117,7 @@ def through(kernel: LinearCrossEntropy, args: Any, options: dict[str, Any], d_lo
 
 
 def directly(
-    backend: Implementation[Any, Any, Any, Any],
+    backend: Backend[Any, Any, Any, Any],
     args: Any,
     options: dict[str, Any],
     d_loss: Any,
@@ -138,7 +138,7 @@ def directly(
 class LossConformance:
     """A backend gives what the definition gives in float64, in every case that it declares to support."""
 
-    backend: ClassVar[Implementation[Any, Any, Any, Any]]
+    backend: ClassVar[Backend[Any, Any, Any, Any]]
 
     def configs(self, inputs: LossInputs) -> list[Any]:
         """Configs of both directions to run each case with."""

@@ -35,7 +35,7 @@ from tilewright.kernels.linear_cross_entropy.triton.params import (
     TritonLossParams,
     block_sizes,
 )
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.kernels.triton import recorded_launches
 from tilewright.kernels.triton.interpreter import interpret_triton
@@ -80,7 +80,7 @@ def run(args: Any, options: dict[str, Any], d_loss: Any, d_lse: Any, cfg: Any) -
 
 
 class TestTriton(LossConformance):
-    backend: ClassVar[Implementation[Any, Any, Any, Any]] = BACKEND
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = BACKEND
 
     def run(self, args: Any, options: dict[str, Any], d_loss: Any, d_lse: Any, cfg: Any) -> Found:
         return run(args, options, d_loss, d_lse, cfg)

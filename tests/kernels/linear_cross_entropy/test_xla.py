@@ -25,7 +25,7 @@ from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.xla.backend import XlaLinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.xla.params import XlaLossBackwardParams, XlaLossParams, block_sizes
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import linear_cross_entropy
 from tilewright.ops.types import Device
@@ -53,7 +53,7 @@ FORMS = {
 
 
 class TestXla(LossConformance):
-    backend: ClassVar[Implementation[Any, Any, Any, Any]] = XlaLinearCrossEntropy()
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = XlaLinearCrossEntropy()
 
     def configs(self, inputs: LossInputs) -> list[Any]:
         return list(FORMS.values())

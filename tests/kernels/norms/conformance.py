@@ -13,7 +13,7 @@ import pytest
 from tilewright.kernels.norms.cases import LayerNormCase, NormCase, RmsNormCase
 from tilewright.kernels.norms.inputs import NormInputs, NormResults
 from tilewright.kernels.norms.op import norm_reference
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.ops.tuning.numerics import violations
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
@@ -79,7 +79,7 @@ def cotangents_of(inputs: NormInputs, seed: int = 1) -> NormResults:
 
 
 def run(
-    backend: Implementation[Any, Any, Any, Any],
+    backend: Backend[Any, Any, Any, Any],
     inputs: NormInputs,
     cotangents: NormResults,
     params: tuple[Any, Any],
@@ -107,7 +107,7 @@ def check(got: Found, want: Found) -> None:
 class NormConformance:
     """A backend gives what the formula gives in float64, in every case and direction that it declares to support."""
 
-    backend: ClassVar[Implementation[Any, Any, Any, Any]]
+    backend: ClassVar[Backend[Any, Any, Any, Any]]
 
     def machine(self) -> AbstractContextManager[Any]:
         """What stands in for the device, if it is not there."""

@@ -18,7 +18,7 @@ from tilewright.kernels.norms.cases import LayerNormCase, RmsNormCase
 from tilewright.kernels.norms.inputs import NormInputs, NormResults
 from tilewright.kernels.norms.triton.backend import TritonNorm
 from tilewright.kernels.norms.triton.params import NormBackwardParams, NormForwardParams, kept_elements
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.ops.types import Device
 from tilewright.ops.utils.serialize import tagged, untagged
@@ -44,7 +44,7 @@ def two_passes(block: int) -> Both:
 class TestWholeRows(NormConformance):
     """Rows that fit into registers."""
 
-    backend: ClassVar[Implementation[Any, Any, Any, Any]] = BACKEND
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = BACKEND
 
     def machine(self) -> AbstractContextManager[Any]:
         return interpret_triton()

@@ -10,14 +10,14 @@ from tests.kernels.norms.conformance import NormConformance, cotangents_of, orac
 from tilewright.kernels.norms.cases import LayerNormCase, RmsNormCase
 from tilewright.kernels.norms.inputs import NormInputs
 from tilewright.kernels.norms.xla import XlaNorm
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 PARAMS = (FwdParams(), BwdParams())
 
 
 class TestXla(NormConformance):
-    backend: ClassVar[Implementation[Any, Any, Any, Any]] = XlaNorm()
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = XlaNorm()
 
     def params(self, problem: NormInputs) -> tuple[Any, Any]:
         return PARAMS

@@ -16,7 +16,7 @@ import pytest
 from tests.kernels.flash_attention.conformance import judge, pairwise
 from tests.support.suites import covered, crossed, sampled
 from tilewright.kernels import kernel
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.paged_attention.cases import ServingCase
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
@@ -144,7 +144,7 @@ class PagedConformance(abc.ABC):
     ``params`` should make several tiles of a few dozen keys.
     """
 
-    backend: ClassVar[Implementation]
+    backend: ClassVar[Backend]
     machine: ClassVar[Callable[[], AbstractContextManager[Any]]] = contextlib.nullcontext
     cases: ClassVar[Sequence[Any]] = [(each,) for each in CASES]
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.kernels.paged_attention.conformance import check, inputs_of
 from tests.support.suites import sampled
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
 from tilewright.ops.utils.device import current_device
@@ -54,7 +54,7 @@ def latent_inputs(lengths: Any = None, **fields: Any) -> PagedInputs:
 class LatentConformance(abc.ABC):
     """Set ``backend``, and ``machine`` to what it runs in."""
 
-    backend: ClassVar[Implementation]
+    backend: ClassVar[Backend]
     machine: ClassVar[Callable[[], AbstractContextManager[Any]]] = contextlib.nullcontext
 
     @abc.abstractmethod

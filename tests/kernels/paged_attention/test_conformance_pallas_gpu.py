@@ -16,7 +16,7 @@ from tests.kernels.paged_attention.conformance import check
 from tests.kernels.paged_attention.latent_conformance import LatentConformance, latent_inputs
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import crossed, sampled
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.paged_attention.hopper import latent_backend as pallas_gpu
 from tilewright.kernels.paged_attention.hopper.latent_backend import HopperLatentParams, PallasGpuPagedAttention
 from tilewright.kernels.paged_attention.inputs import PagedInputs
@@ -29,7 +29,7 @@ BACKEND = PallasGpuPagedAttention()
 
 
 class TestPallasGpu(LatentConformance):
-    backend: ClassVar[Implementation] = BACKEND
+    backend: ClassVar[Backend] = BACKEND
     machine: ClassVar[Callable[[], AbstractContextManager[Any]]] = staticmethod(interpret_mosaic)
 
     def params(self, splits: int) -> Any:

@@ -17,7 +17,7 @@ from tests.kernels.conftest import A100, H100
 from tests.kernels.paged_attention.conformance import PAGED, PagedConformance, check, chosen, inputs_of, structs_of
 from tests.support.suites import crossed
 from tilewright.kernels import kernel
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
 from tilewright.kernels.paged_attention.ops.page_attention import PageCase
@@ -33,7 +33,7 @@ BACKEND = TritonPagedAttention()
 
 
 class TestTriton(PagedConformance):
-    backend: ClassVar[Implementation] = BACKEND
+    backend: ClassVar[Backend] = BACKEND
     cases = chosen()
     machine: ClassVar[Callable[[], AbstractContextManager[Any]]] = staticmethod(interpret_triton)
 

@@ -17,7 +17,7 @@ from tests.kernels.paged_attention.conformance import (
     structs_of,
 )
 from tests.support.suites import crossed
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
@@ -31,7 +31,7 @@ GPU = find_device("NVIDIA H100 80GB HBM3").device
 
 
 class TestXla(PagedConformance):
-    backend: ClassVar[Implementation] = XlaPagedAttention()
+    backend: ClassVar[Backend] = XlaPagedAttention()
     cases = chosen(quick=3)
 
     def params(self, inputs: PagedInputs) -> Any:

@@ -7,13 +7,13 @@ import pytest
 from tests.kernels.conftest import A100, H100
 from tests.kernels.paged_attention.conformance import packed_structs
 from tilewright.kernels.cuda import toolchain
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.paged_attention.cuda.packed import CudaPackedAttention
 from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
 
 
 @pytest.fixture(params=[CudaPackedAttention(), PallasGpuPackedAttention()], ids=["cuda", "pallas"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Implementation:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
     monkeypatch.setattr(toolchain, "missing", lambda *_: [])
     return request.param
 
@@ -34,12 +34,12 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         ({"sinks": 1}, ["softmax_aux"]),
     ],
 )
-def test_reasons(backend: Implementation, fields: dict[str, Any], reasons: list[str]):
+def test_reasons(backend: Backend, fields: dict[str, Any], reasons: list[str]):
     found = backend.not_supported_reasons(packed_structs(**fields), H100, "forward")
     assert all(reason in why for reason, why in zip(reasons, found, strict=True)), found
 
 
-def test_reasons_of_devices_directions_and_calls(backend: Implementation):
+def test_reasons_of_devices_directions_and_calls(backend: Backend):
     assert backend.not_supported_reasons(packed_structs(), H100, "forward") == []
     assert "9.0" in backend.reasons(packed_structs(), A100, "forward")[0]
     assert backend.not_supported_reasons(packed_structs(), H100, "backward")
@@ -57,5 +57,5 @@ def test_reasons_of_devices_directions_and_calls(backend: Implementation):
         ({"sequences": 4, "kv_length": 2048, "q_lengths": (2048,)}, False),
     ],
 )
-def test_what_others_are_likely_faster_at(backend: Implementation, fields: dict[str, Any], others: bool):
+def test_what_others_are_likely_faster_at(backend: Backend, fields: dict[str, Any], others: bool):
     assert backend.deprioritized(packed_structs(**fields), H100, "forward") == others

@@ -10,14 +10,14 @@ from typing import Any
 import jax
 
 from tilewright.kernels import OPS, kernel
-from tilewright.kernels.op.backend import Implementation, Loaded, load_failure
+from tilewright.kernels.op.backend import Backend, Loaded, load_failure
 from tilewright.kernels.op.inputs import OpInputs
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device, local_devices
 from tilewright.ops.utils.known_devices import find_device
 
-type Backend = Implementation[Any, Any, Any, Any]
+type AnyBackend = Backend[Any, Any, Any, Any]
 
 STAND_IN = find_device("NVIDIA H100 80GB HBM3").device
 """The device to ask about if there is no GPU, so that other missing requirements can be installed beforehand."""
@@ -102,7 +102,7 @@ def _served(op: str, loaded: Loaded, calls: Sequence[OpInputs], present: Sequenc
     return ServedBackend(op, name, (), one_line(reasons_against))
 
 
-def common_reasons(backend: Backend, calls: Sequence[OpInputs], device: Device) -> list[str]:
+def common_reasons(backend: AnyBackend, calls: Sequence[OpInputs], device: Device) -> list[str]:
     """The reasons that a backend gives for every call; empty as soon as it serves one."""
     common: list[str] | None = None
     for inputs in calls:
@@ -113,7 +113,7 @@ def common_reasons(backend: Backend, calls: Sequence[OpInputs], device: Device) 
     return common or []
 
 
-def _late_import_error(backend: Backend) -> str:
+def _late_import_error(backend: AnyBackend) -> str:
     module, _, function = backend.late_import.partition(":")
     try:
         found = importlib.import_module(module) if module else None

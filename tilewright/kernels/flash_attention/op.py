@@ -37,7 +37,6 @@ from tilewright.kernels.masks import Mask, TileClass, TileGrid
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
-from tilewright.kernels.op.backend import lazy
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
@@ -86,14 +85,14 @@ class FlashAttention(PortfolioKernel[AttentionInputs, Results]):
         super().__init__(
             "flash_attention",
             version="1",
-            implementations=(
-                lazy("tilewright.kernels.flash_attention.hopper.backend:PallasGpuFlashAttention"),
-                lazy("tilewright.kernels.flash_attention.cuda.backend:CudaFlashAttention"),
-                lazy("tilewright.kernels.flash_attention.cudnn.backend:CudnnFlashAttention"),
-                lazy("tilewright.kernels.flash_attention.fa4.backend:Fa4FlashAttention"),
-                lazy("tilewright.kernels.flash_attention.xla.backend:XlaFlashAttention"),
+            backends=(
+                "tilewright.kernels.flash_attention.hopper.backend:PallasGpuFlashAttention",
+                "tilewright.kernels.flash_attention.cuda.backend:CudaFlashAttention",
+                "tilewright.kernels.flash_attention.cudnn.backend:CudnnFlashAttention",
+                "tilewright.kernels.flash_attention.fa4.backend:Fa4FlashAttention",
+                "tilewright.kernels.flash_attention.xla.backend:XlaFlashAttention",
                 # Tested in an emulation only so far: runs only if it is named or measured as the fastest.
-                lazy("tilewright.kernels.flash_attention.triton.backend:TritonFlashAttention"),
+                "tilewright.kernels.flash_attention.triton.backend:TritonFlashAttention",
             ),
         )
 

@@ -139,7 +139,7 @@ def with_positions(
     """Gives a mask's bands explicit query positions if a length is split, so that parts do not count from 0.
 
     The positions are an array, split like the query. They are added before a config is chosen, because not every
-    implementation supports them.
+    backend supports them.
     """
     if mask is None or not _parts_need_positions(query, key):
         return mask

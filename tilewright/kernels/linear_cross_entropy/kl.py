@@ -35,7 +35,7 @@ class LinearKlDivergence(VocabularyLoss[KlInputs]):
 
     def __init__(self) -> None:
         backends = ("tilewright.kernels.linear_cross_entropy.xla.kl:XlaLinearKlDivergence",)
-        super().__init__("linear_kl_divergence", version="1", implementations=backends)
+        super().__init__("linear_kl_divergence", version="1", backends=backends)
 
     def prepare(
         self,

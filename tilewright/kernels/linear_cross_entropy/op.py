@@ -58,7 +58,7 @@ class LinearCrossEntropy(VocabularyLoss[LossInputs]):
     run_is_forward: ClassVar[bool] = False  # it has no gradients
 
     def __init__(self) -> None:
-        super().__init__("linear_cross_entropy", version="1", implementations=BACKENDS)
+        super().__init__("linear_cross_entropy", version="1", backends=BACKENDS)
 
     def prepare(
         self,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from tilewright.kernels.matmul.inputs import MatmulInputs, MatmulResults
 from tilewright.kernels.numerics.activations import gated_gradients, kept_apart
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 
 
 class Products(abc.ABC):
@@ -32,7 +32,7 @@ class Products(abc.ABC):
         """The gradient of a weight in its layout."""
 
 
-class MatmulBackend[Forward, Backward](Implementation[MatmulInputs, Any, Forward, Backward], abc.ABC):
+class MatmulBackend[Forward, Backward](Backend[MatmulInputs, Any, Forward, Backward], abc.ABC):
     """A backend that defines only products; those of an op differ in their params."""
 
     @abc.abstractmethod

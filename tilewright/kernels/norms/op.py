@@ -22,7 +22,7 @@ class _Norm(PortfolioKernel[NormInputs, NormResults]):
 
     def __init__(self) -> None:
         backends = ("tilewright.kernels.norms.triton.backend:TritonNorm", "tilewright.kernels.norms.xla:XlaNorm")
-        super().__init__(f"{self.kind}_norm", version="1", implementations=backends)
+        super().__init__(f"{self.kind}_norm", version="1", backends=backends)
 
     def canonical(
         self,

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from tilewright.kernels.norms.inputs import NormInputs, NormResults, normed
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 
-class XlaNorm(Implementation[NormInputs, NormResults, FwdParams, BwdParams]):
+class XlaNorm(Backend[NormInputs, NormResults, FwdParams, BwdParams]):
     """Supports every floating-point dtype and shape; has no params."""
 
     name: ClassVar[str] = "xla"

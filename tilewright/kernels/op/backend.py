@@ -15,7 +15,7 @@ from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 
-class Implementation[Inputs: OpInputs, Results, Forward, Backward](abc.ABC):
+class Backend[Inputs: OpInputs, Results, Forward, Backward](abc.ABC):
     """One backend of one op: final, stateless, without knowledge of selection.
 
     ``Inputs`` and ``Results`` are the op's types, ``Forward`` and ``Backward`` the types of either direction's params.
@@ -122,9 +122,7 @@ class Implementation[Inputs: OpInputs, Results, Forward, Backward](abc.ABC):
         """
 
 
-class InferenceImplementation[Inputs: OpInputs, Results, Forward](
-    Implementation[Inputs, Results, Forward, Never], abc.ABC
-):
+class InferenceBackend[Inputs: OpInputs, Results, Forward](Backend[Inputs, Results, Forward, Never], abc.ABC):
     """A backend of an op without gradients."""
 
     @abc.abstractmethod
@@ -156,22 +154,6 @@ def load_failure(error: Exception) -> str:
     return f"cannot be loaded: {error if isinstance(error, ImportError | OSError) else one_line(error)}"
 
 
-@dataclasses.dataclass(frozen=True)
-class LazyImplementation:
-    """A backend that is imported when it is first needed, once a process.
-
-    Attributes:
-      where: ``"module:Class"``.
-    """
-
-    where: str
-
-    @property
-    def loaded(self) -> "Loaded":
-        """The backend, or the reason why it cannot be loaded here."""
-        return _load(self.where)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
     """A backend after the attempt to import it.
@@ -182,12 +164,13 @@ class Loaded:
     """
 
     name: str
-    backend: Implementation[Any, Any, Any, Any] | None
+    backend: Backend[Any, Any, Any, Any] | None
     error: str = ""
 
 
 @functools.cache
-def _load(where: str) -> Loaded:
+def loaded(where: str) -> Loaded:
+    """The backend ``"module:Class"``, imported once a process, or the reason why it cannot be loaded here."""
     path, _, kind = where.partition(":")
     *folders, module = path.split(".")
     try:
@@ -198,30 +181,34 @@ def _load(where: str) -> Loaded:
     return Loaded(backend.name, backend)
 
 
-def lazy(where: str) -> LazyImplementation:
-    """A backend given as ``"module:Class"``."""
-    return LazyImplementation(where)
-
-
 class Backends:
-    """The backends of an op, best first; each is imported when it is first reached."""
+    """The backends of an op, best first; each is imported when it is first reached.
 
-    def __init__(self, op: str, given: Sequence[LazyImplementation]) -> None:
-        self._op, self._given = op, tuple(given)
+    Attributes:
+      where: ``"module:Class"`` of each.
+
+    Raises:
+      ValueError: one is not given in this form.
+    """
+
+    def __init__(self, op: str, where: Sequence[str]) -> None:
+        if wrong := [each for each in where if not isinstance(each, str) or not all(each.partition(":"))]:
+            raise ValueError(f'the backends of {op} must be strings "module:Class", got {wrong}')
+        self._op, self.where = op, tuple(where)
 
     def __iter__(self) -> Iterator[Loaded]:
-        return (each.loaded for each in self._given)
+        return map(loaded, self.where)
 
     @property
-    def usable(self) -> Iterator[Implementation[Any, Any, Any, Any]]:
+    def usable(self) -> Iterator[Backend[Any, Any, Any, Any]]:
         """The backends that can be loaded here."""
         return (each.backend for each in self if each.backend is not None)
 
-    def find(self, choice: Choice) -> Implementation[Any, Any, Any, Any] | None:
+    def find(self, choice: Choice) -> Backend[Any, Any, Any, Any] | None:
         """The backend that a choice names, if it can be loaded here."""
         return next((each for each in self.usable if each.name == choice.backend), None)
 
-    def of(self, choice: Choice) -> Implementation[Any, Any, Any, Any]:
+    def of(self, choice: Choice) -> Backend[Any, Any, Any, Any]:
         """The backend that a choice names.
 
         Raises:

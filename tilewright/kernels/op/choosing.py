@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tilewright.errors import UnsupportedError
-from tilewright.kernels.op.backend import Implementation, Loaded, one_line
+from tilewright.kernels.op.backend import Backend, Loaded, one_line
 from tilewright.kernels.op.choice import DECLARED, Choice, CommonConfig, PerDirection, Platform
 from tilewright.kernels.op.footprint import Footprint, busy_share, launch_reasons
 from tilewright.kernels.op.inputs import OpInputs
@@ -21,7 +21,7 @@ from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.sources import imported, sources_fingerprint
 
-type Backend = Implementation[Any, Any, Any, Any]
+type AnyBackend = Backend[Any, Any, Any, Any]
 type Call = Invocation[Choice, Any]
 
 _REPEATS = "the same bits in every run, as XLA_FLAGS want"
@@ -67,12 +67,12 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
         """Resolves a config that the caller gave, for one direction.
 
         Takes a ``Choice``, one for each direction, a ``KernelConfig``, or bare params, which go to the first
-        implementation with that type. A ``Choice`` with the other direction's params leaves this direction to
+        backend with that type. A ``Choice`` with the other direction's params leaves this direction to
         selection.
 
         Raises:
-          TypeError: the config is none of these, or has params of another implementation.
-          UnsupportedError: the implementation that it names cannot serve the call.
+          TypeError: the config is none of these, or has params of another backend.
+          UnsupportedError: the backend that it names cannot serve the call.
         """
         if isinstance(cfg, PerDirection):
             part = cfg.forward if inv.direction == "forward" else cfg.backward
@@ -203,20 +203,20 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
             return ()
         return tuple(sorted(self._packages(backend)))
 
-    def _packages(self, backend: Backend) -> frozenset[str]:
+    def _packages(self, backend: AnyBackend) -> frozenset[str]:
         """This package and those of the op and its backend, which may be others."""
         return frozenset(kind.__module__.partition(".")[0] for kind in (ChoosingOp, type(self), type(backend)))
 
     # Reasons and preference.
 
     def reasons(self, inv: Call) -> dict[str, list[str]]:
-        """All reasons why each implementation cannot serve a call, whatever platforms the caller allows."""
+        """All reasons why each backend cannot serve a call, whatever platforms the caller allows."""
         return {each.name: self._reasons_of(each, inv) for each in self.backends}
 
     def _reasons_of(self, loaded: Loaded, inv: Call) -> list[str]:
         return [loaded.error] if loaded.backend is None else self._backend_reasons(loaded.backend, inv)
 
-    def _backend_reasons(self, backend: Backend, inv: Call) -> list[str]:
+    def _backend_reasons(self, backend: AnyBackend, inv: Call) -> list[str]:
         return _reasons(backend, self.inputs_of(inv), inv)
 
     def _allowed(self, inv: Call) -> tuple[Platform, ...] | None:
@@ -224,12 +224,12 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
         return self.inputs_of(inv).platform
 
     def _by_preference(self, inv: Call) -> Iterator[Choice]:
-        """Yields the heuristic choices of every implementation that can serve a call, best first.
+        """Yields the heuristic choices of every backend that can serve a call, best first.
 
-        A later implementation is neither loaded nor asked before it is needed.
+        A later backend is neither loaded nor asked before it is needed.
 
         Raises:
-          UnsupportedError: no implementation can serve the call.
+          UnsupportedError: no backend can serve the call.
         """
         allowed, inputs, found = self._allowed(inv), self.inputs_of(inv), False
         # Deprioritised backends come last within a platform only: the caller's order of platforms is never changed.
@@ -261,19 +261,19 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
                 if (each.name if each.backend is None else each.backend.platform) in others
             }
             reasons = {name: why for name, why in reasons.items() if name not in excluded}
-            reasons |= {str(platform): [f"{self.name} has no implementation for it here"] for platform in absent}
+            reasons |= {str(platform): [f"{self.name} has no backend for it here"] for platform in absent}
         return UnsupportedError(f"{self.name} ({inv.direction})", {n: why for n, why in reasons.items() if why})
 
     # Explanations.
 
     def rejection_reasons(self, inv: Call, cfg: Choice, measured: Sequence[Any]) -> Mapping[str, tuple[str, ...]]:
-        """The reasons against every implementation but the chosen one, or its result in the call's last tuning."""
+        """The reasons against every backend but the chosen one, or its result in the call's last tuning."""
         others = {name: tuple(why) for name, why in self.reasons(inv).items() if name != cfg.backend}
         order = [] if all(others.values()) else list(self._by_preference(inv))
         return {name: why or (self._why_not(name, inv, cfg, order, measured),) for name, why in others.items()}
 
     def _why_not(self, name: str, inv: Call, cfg: Choice, order: Sequence[Choice], measured: Sequence[Any]) -> str:
-        """The reason why an implementation that can serve a call was not chosen; ``order`` is that without tuning."""
+        """The reason why a backend that can serve a call was not chosen; ``order`` is that without tuning."""
         names = [each.backend for each in order]
         if name not in names:
             return f"supported, but excluded by platform={', '.join(self._allowed(inv) or ())} of the call"
@@ -307,7 +307,7 @@ def _source(own: frozenset[str], backend: frozenset[str], packages: frozenset[st
     return sources_fingerprint(found | imported(own, lambda module: module in own and counts(module)))
 
 
-def _reasons(backend: Backend, inputs: OpInputs, inv: Call) -> list[str]:
+def _reasons(backend: AnyBackend, inputs: OpInputs, inv: Call) -> list[str]:
     if inv.is_symbolic and not backend.symbolic_dimensions:
         return ["its programs are for given shapes, got symbolic dimensions of jax.export"]
     try:
@@ -320,13 +320,13 @@ def _reasons(backend: Backend, inputs: OpInputs, inv: Call) -> list[str]:
         return [f"its probe failed: {one_line(error)}"]
 
 
-def _choice_of(backend: Backend, inputs: OpInputs, inv: Call) -> Choice:
+def _choice_of(backend: AnyBackend, inputs: OpInputs, inv: Call) -> Choice:
     """A backend's heuristic choice."""
     params = _first_params(backend, inputs, inv.target, inv.direction)
     return Choice(backend.name, params)
 
 
-def _first_params(backend: Backend, inputs: OpInputs, device: Device, direction: Direction) -> Any:
+def _first_params(backend: AnyBackend, inputs: OpInputs, device: Device, direction: Direction) -> Any:
     """The heuristic params, or the first candidate if they do not repeat as they should; None: there is none."""
     params = backend.heuristic(inputs, device, direction)
     if not _repeat_reasons(backend, params):
@@ -334,18 +334,18 @@ def _first_params(backend: Backend, inputs: OpInputs, device: Device, direction:
     return next(_candidates(backend, inputs, device, direction), None)
 
 
-def _candidates(backend: Backend, inputs: OpInputs, device: Device, direction: Direction) -> Iterator[Any]:
+def _candidates(backend: AnyBackend, inputs: OpInputs, device: Device, direction: Direction) -> Iterator[Any]:
     """The candidates, without those that do not repeat if they should."""
     candidates = backend.candidates(inputs, device, direction)
     return (params for params in candidates if not _repeat_reasons(backend, params))
 
 
-def _repeat_reasons(backend: Backend, params: Any) -> list[str]:
+def _repeat_reasons(backend: AnyBackend, params: Any) -> list[str]:
     """A reason against params that do not repeat, if XLA's flags want that."""
     return [f"it does not give {_REPEATS}"] if wants_repeatable() and not backend.repeats(params) else []
 
 
-def _params_types(backend: Backend, direction: Direction) -> tuple[type, type]:
+def _params_types(backend: AnyBackend, direction: Direction) -> tuple[type, type]:
     """The types of params for the direction and for the other one."""
     both = (backend.forward_params, backend.backward_params)
     return both if direction == "forward" else both[::-1]

@@ -13,7 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.inputs import OpInputs
 from tilewright.kernels.op.sharding import typed_axes
@@ -60,7 +60,7 @@ def _batched(operands: Any, dims: Any, *, types: Any, mapped: Any) -> tuple[list
 batching.primitive_batchers[declared_p] = _batched
 
 
-class Declared(Implementation[OpInputs, Any, None, None]):
+class Declared(Backend[OpInputs, Any, None, None]):
     """Stands for the backend of a call whose config is not chosen yet; no call runs it."""
 
     name: ClassVar[str] = "declared"

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Choice, Platform
 from tilewright.kernels.op.choosing import ChoosingOp
 from tilewright.kernels.op.inputs import OpInputs, static
@@ -52,7 +52,7 @@ class PlanParams:
     parts: Any = None
 
 
-class Plan[Inputs: DistributedInputs, Results](Implementation[Inputs, Results, PlanParams, PlanParams], abc.ABC):
+class Plan[Inputs: DistributedInputs, Results](Backend[Inputs, Results, PlanParams, PlanParams], abc.ABC):
     """A way to compute a call over several devices; its name is a strategy.
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 
 import jax
 
-from tilewright.kernels.op.backend import Backends, LazyImplementation, lazy
+from tilewright.kernels.op.backend import Backends
 from tilewright.kernels.op.cases import OpCases
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.former_keys import former_description
@@ -35,7 +35,7 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
       always: the names of optional arrays of the inputs that every call of the op has: in keys they stand by position,
         as those do that calls of all ops with these inputs have.
       differentiable: True if the op has gradients.
-      implementations: best first.
+      backends: best first.
     """
 
     cases: ClassVar[OpCases[Any]]
@@ -44,11 +44,10 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
     always: ClassVar[tuple[str, ...]] = ()
     differentiable: ClassVar[bool]
 
-    def __init__(self, name: str, *, version: str, implementations: Sequence[LazyImplementation | str]):
-        """Backends are given as ``"module:Class"``, or by ``lazy``."""
+    def __init__(self, name: str, *, version: str, backends: Sequence[str]):
+        """Backends are given as ``"module:Class"``: a module is imported when its backend is first needed."""
         super().__init__(name, version=version)
-        self.implementations = tuple(lazy(each) if isinstance(each, str) else each for each in implementations)
-        self.backends = Backends(name, self.implementations)
+        self.backends = Backends(name, backends)
 
     @abc.abstractmethod
     def prepare(self, *args: Any, **kwargs: Any) -> Inputs:
@@ -97,7 +96,7 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
         return Cost(self.flops(inputs, inv.direction), float(size))
 
     def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
-        """The minimum cost of any implementation, whatever the values in the arrays: see `time_bound_ms`.
+        """The minimum cost of any backend, whatever the values in the arrays: see `time_bound_ms`.
 
         By default the results are written; of the gradients, a caller may need only some.
         """

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import DECLARED, Choice, Platform
 from tilewright.kernels.op.choosing import ChoosingOp
 from tilewright.kernels.op.declared import Declared
@@ -47,11 +47,11 @@ class Portfolio[Inputs: OpInputs, Results](ChoosingOp[Inputs, Results], abc.ABC)
         forward = functools.partial(backend.forward, params=cfg.params)
         return cast(Results, forward_locally(forward, self._partitioning(inputs, backend.platform), inputs))
 
-    def _backend(self, cfg: Choice) -> Implementation[Any, Any, Any, Any]:
+    def _backend(self, cfg: Choice) -> Backend[Any, Any, Any, Any]:
         return self._declared if cfg == DECLARED else self.backends.of(cfg)
 
     @functools.cached_property
-    def _declared(self) -> Implementation[Any, Any, Any, Any]:
+    def _declared(self) -> Backend[Any, Any, Any, Any]:
         return Declared(self.results)
 
     def _partitioning(self, inputs: Inputs, platform: Platform) -> Partitioning | None:
@@ -91,7 +91,7 @@ class PortfolioKernel[Inputs: OpInputs, Results](Portfolio[Inputs, Results], abc
         """The best config whose code JAX can differentiate in forward mode.
 
         Raises:
-          TypeError: no implementation on the caller's platforms has such code.
+          TypeError: no backend on the caller's platforms has such code.
         """
         for choice in self._by_preference(inv):
             if self.backends.of(choice).forward_mode:

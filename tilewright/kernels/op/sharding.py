@@ -1,4 +1,4 @@
-"""Runs an implementation on each device's part if the arrays' types say how they are split."""
+"""Runs a backend on each device's part if the arrays' types say how they are split."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ class Partitioning:
     Attributes:
       mesh: the mesh of the operands' types.
       inputs: a ``PartitionSpec`` for each leaf of the op's inputs.
-      results: the same for each of an implementation's results, and for its cotangent.
+      results: the same for each of a backend's results, and for its cotangent.
       gradients: by name, for every argument that may have one.
       on_part: adds to a device's part of the inputs the data that depends on its position; runs under the mesh's axes.
       on_gradients: the same for its part of the gradients, by name and without those that are ``None``, before the

@@ -12,7 +12,6 @@ from jax.typing import ArrayLike
 
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op.arguments import flag, platforms, reshape, scaled, sinks_array, soft_cap, to_32_bit
-from tilewright.kernels.op.backend import LazyImplementation, lazy
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.portfolio import InferenceKernel
 from tilewright.kernels.op.public import with_defaults
@@ -39,20 +38,20 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
 
     cuda_tables = MappingProxyType({"packed_attention_hopper": "tilewright.kernels.paged_attention.cuda.packed:TABLE"})
 
-    def __init__(self, name: str, *more: LazyImplementation, packed: bool = False) -> None:
-        """``more`` are implementations only for this op, which come first; ``packed``: its queries are packed."""
+    def __init__(self, name: str, *more: str, packed: bool = False) -> None:
+        """``more`` are backends only for this op, which come first; ``packed``: its queries are packed."""
         for_packed = [
-            lazy("tilewright.kernels.paged_attention.cuda.packed:CudaPackedAttention"),
-            lazy("tilewright.kernels.paged_attention.hopper.packed_backend:PallasGpuPackedAttention"),
+            "tilewright.kernels.paged_attention.cuda.packed:CudaPackedAttention",
+            "tilewright.kernels.paged_attention.hopper.packed_backend:PallasGpuPackedAttention",
         ]
         super().__init__(
             name,
             version="1",
-            implementations=(
+            backends=(
                 *more,
                 *(for_packed if packed else []),
-                lazy("tilewright.kernels.paged_attention.triton.backend:TritonPagedAttention"),
-                lazy("tilewright.kernels.paged_attention.xla.backend:XlaPagedAttention"),
+                "tilewright.kernels.paged_attention.triton.backend:TritonPagedAttention",
+                "tilewright.kernels.paged_attention.xla.backend:XlaPagedAttention",
             ),
         )
 

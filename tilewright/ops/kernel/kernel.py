@@ -1,4 +1,4 @@
-"""Kernel, the unit that declares its implementations and tunable configs, and Invocation, one call of it."""
+"""Kernel, an operation with the configs that it can run with, and Invocation, one call of it."""
 
 import abc
 import contextlib
@@ -241,7 +241,7 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
     def rejection_reasons(
         self, inv: "Invocation[Cfg, Out]", cfg: Cfg, measured: Sequence[Candidate]
     ) -> Mapping[str, Sequence[str]]:
-        """The reasons why each other implementation was not chosen, for ``explain``.
+        """The reasons why each other backend was not chosen, for ``explain``.
 
         Args:
           measured: the candidates of the call's last tuning, if the disk cache has one.

@@ -30,7 +30,7 @@ from tilewright.kernels.flash_attention.operands import (
 )
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward, row_terms, sinks_gradient
 from tilewright.kernels.numerics.softmax import sinks_lse
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.ops.kernel.builds import Build
@@ -61,7 +61,7 @@ class CudaBackwardParams:
     deterministic: bool = False
 
 
-class CudaFlashAttention(Implementation[AttentionInputs, Results, CudaForwardParams, CudaBackwardParams]):
+class CudaFlashAttention(Backend[AttentionInputs, Results, CudaForwardParams, CudaBackwardParams]):
     """Supports float32, float16 and bfloat16, any head dim and all but biases of positions, from capability 5.0 on."""
 
     name: ClassVar[str] = "cuda"

@@ -27,7 +27,7 @@ from tilewright.kernels.flash_attention.operands import (
 )
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
 from tilewright.kernels.masks import Mask
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.xla_flags import wants_repeatable
 from tilewright.ops.types import Device, Direction
@@ -125,7 +125,7 @@ def computed_dim(inputs: AttentionInputs, carries_d_lse: bool) -> int:
     return math.ceil(max(inputs.head_dim, values) / VECTOR) * VECTOR
 
 
-class CudnnFlashAttention(Implementation[AttentionInputs, Results, CudnnForwardParams, CudnnBackwardParams]):
+class CudnnFlashAttention(Backend[AttentionInputs, Results, CudnnForwardParams, CudnnBackwardParams]):
     """Supports float16 and bfloat16 with causal masks, windows, lengths and a bias, from compute capability 8.0 on."""
 
     name: ClassVar[str] = "cudnn"

@@ -30,7 +30,6 @@ from tilewright.kernels.flash_attention.masking import (
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike, on_host
-from tilewright.kernels.op.backend import lazy
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.distributed import DistributedOp, PlanParams
 from tilewright.kernels.op.portfolio import Portfolio
@@ -53,9 +52,7 @@ class ContextParallelOp(DistributedOp[ContextInputs, Any], Portfolio[ContextInpu
 
     def __init__(self) -> None:
         plans = ("RingAttention", "GatheredAttention", "UlyssesAttention")
-        super().__init__(
-            "context_parallel_attention", version="1", implementations=[lazy(f"{_PLANS}:{plan}") for plan in plans]
-        )
+        super().__init__("context_parallel_attention", version="1", backends=[f"{_PLANS}:{plan}" for plan in plans])
 
     def prepare(
         self,

@@ -33,12 +33,12 @@ from tilewright.kernels.flash_attention.operands import (
     without_masked,
 )
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.ops.types import Device, Direction
 
 
-class Fa4FlashAttention(Implementation[AttentionInputs, Results, Fa4ForwardParams, Fa4BackwardParams]):
+class Fa4FlashAttention(Backend[AttentionInputs, Results, Fa4ForwardParams, Fa4BackwardParams]):
     """Supports float16 and bfloat16 with causal masks, windows, a soft cap and lengths, on compute capability 9.0."""
 
     name: ClassVar[str] = "fa4"

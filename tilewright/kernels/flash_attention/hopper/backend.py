@@ -70,7 +70,7 @@ from tilewright.kernels.hopper.softmax import LOG2E
 from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.masks import Mask
 from tilewright.kernels.numerics.softmax import sinks_lse
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.op.sharding import unvarying
@@ -164,7 +164,7 @@ def bias_gradient_of(inputs: AttentionInputs, params: HopperForwardParams | Back
     return BiasGradient(tuple(bias.shape), bias.dtype, inputs.score_shape, params.deterministic, tile_queries)
 
 
-class PallasGpuFlashAttention(Implementation[AttentionInputs, Results, HopperForwardParams, BackwardParams]):
+class PallasGpuFlashAttention(Backend[AttentionInputs, Results, HopperForwardParams, BackwardParams]):
     """Serves float16 and bfloat16 of head dims up to 256 on compute capability 9.0."""
 
     name: ClassVar[str] = "hopper"

@@ -20,7 +20,7 @@ from tilewright.kernels.flash_attention.triton.call import TritonCall
 from tilewright.kernels.flash_attention.triton.configs import listed_params, padded_dim, smallest_params
 from tilewright.kernels.flash_attention.triton.params import TritonBackwardParams, TritonForwardParams
 from tilewright.kernels.numerics.softmax import sinks_lse
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import max_shared_bytes
 from tilewright.kernels.triton import unavailable
@@ -35,7 +35,7 @@ MIN_SHARED_BYTES = 99 << 10
 """Shared memory that a block may have on every compute capability from 8.0 on."""
 
 
-class TritonFlashAttention(Implementation[AttentionInputs, Results, TritonForwardParams, TritonBackwardParams]):
+class TritonFlashAttention(Backend[AttentionInputs, Results, TritonForwardParams, TritonBackwardParams]):
     """Serves float32, float16 and bfloat16 of head dims to 256 on compute capability 8.0 and up.
 
     A bias of positions is the one option that it does not serve.

@@ -14,7 +14,7 @@ from tilewright.kernels.flash_attention.xla.backward import attention_backward
 from tilewright.kernels.flash_attention.xla.forward import attention_forward
 from tilewright.kernels.flash_attention.xla.tiles import Tiling
 from tilewright.kernels.masks import Mask, TileClass, TileGrid, reduce_classes
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.ops.kernel.arrays import at_most, is_symbolic
 from tilewright.ops.types import Device, Direction
@@ -50,7 +50,7 @@ SYMBOLIC_BLOCK = 128
 """Side of a tile if the batch size or a length is a symbolic dimension: a short row wastes few scores."""
 
 
-class XlaFlashAttention(Implementation[AttentionInputs, Results, FwdParams, BwdParams]):
+class XlaFlashAttention(Backend[AttentionInputs, Results, FwdParams, BwdParams]):
     """Serves every call; its params use ``q_blocksize``, ``kv_blocksize`` and, forward, ``blocksize_heads``.
 
     ``blocksize_heads`` is the number of score matrices (batch × heads) processed at once. It is ignored if the call may

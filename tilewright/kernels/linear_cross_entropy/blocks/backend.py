@@ -20,7 +20,7 @@ from tilewright.kernels.linear_cross_entropy.blocks.tokens import TokenBlocks, r
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head, Totals, add_gradients, over_blocks
 from tilewright.kernels.linear_cross_entropy.inputs import IGNORED, LossInputs, LossResults
 from tilewright.kernels.linear_cross_entropy.losses import completed, of_statistics, token_weights_gradient
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.ops.kernel.arrays import is_symbolic
 
 SERVED_BY_LOOPS = frozenset({"token_weights", "z_loss", "is_part", "keeps_gradients"})
@@ -53,7 +53,7 @@ class BackwardParams(Blocks, Protocol):
 
 
 class BlockedCrossEntropy[Forward: ForwardParams, Backward: BackwardParams](
-    Implementation[LossInputs, LossResults, Forward, Backward]
+    Backend[LossInputs, LossResults, Forward, Backward]
 ):
     """A backend whose kernels compute statistics of logits and gradients of them."""
 

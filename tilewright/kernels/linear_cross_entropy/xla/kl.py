@@ -17,13 +17,13 @@ from tilewright.kernels.linear_cross_entropy.xla.params import (
     XlaLossParams,
     candidate_sizes,
 )
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.ops.kernel.arrays import is_symbolic
 from tilewright.ops.types import Device, Direction
 
 
-class XlaLinearKlDivergence(Implementation[KlInputs, LossResults, XlaLossParams, XlaLossBackwardParams]):
+class XlaLinearKlDivergence(Backend[KlInputs, LossResults, XlaLossParams, XlaLossBackwardParams]):
     """Serves every call."""
 
     name: ClassVar[str] = "xla"

@@ -13,7 +13,6 @@ from tilewright.kernels.matmul.distributed.inputs import CollectiveInputs
 from tilewright.kernels.numerics.dots import result_dtype
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
-from tilewright.kernels.op.backend import lazy
 from tilewright.kernels.op.distributed import DistributedOp
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
@@ -32,8 +31,8 @@ class CollectiveMatmul(DistributedOp[CollectiveInputs, Any], PortfolioKernel[Col
     scatters: ClassVar[bool]
 
     def __init__(self, name: str) -> None:
-        plans = [lazy(f"{_PLANS}:{plan}") for plan in ("Collective", "Ring", "Bidirectional", "Remote")]
-        super().__init__(name, version="1", implementations=plans)
+        plans = [f"{_PLANS}:{plan}" for plan in ("Collective", "Ring", "Bidirectional", "Remote")]
+        super().__init__(name, version="1", backends=plans)
 
     def prepare(
         self,

@@ -13,7 +13,6 @@ from tilewright.kernels.numerics.activations import Activation, activation_name
 from tilewright.kernels.numerics.dots import result_dtype
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption
-from tilewright.kernels.op.backend import lazy
 from tilewright.kernels.op.public import public_function
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -30,11 +29,11 @@ class GatedGroupedMatmul(MatmulKernel):
         super().__init__(
             "gated_grouped_matmul",
             version="1",
-            implementations=(
-                lazy("tilewright.kernels.matmul.hopper.backend:HopperGatedGroupedMatmul"),
+            backends=(
+                "tilewright.kernels.matmul.hopper.backend:HopperGatedGroupedMatmul",
                 # As for ``grouped_matmul``, which was measured: the loops of XLA are those of this op, too.
-                lazy("tilewright.kernels.matmul.triton.backend:TritonGatedGroupedMatmul"),
-                lazy("tilewright.kernels.matmul.xla.backend:XlaGatedGroupedMatmul"),
+                "tilewright.kernels.matmul.triton.backend:TritonGatedGroupedMatmul",
+                "tilewright.kernels.matmul.xla.backend:XlaGatedGroupedMatmul",
             ),
         )
 

@@ -13,7 +13,6 @@ from tilewright.kernels.numerics.activations import Activation, activation_name
 from tilewright.kernels.numerics.dots import result_dtype
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption
-from tilewright.kernels.op.backend import lazy
 from tilewright.kernels.op.public import public_function
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -32,7 +31,7 @@ class Glu(MatmulKernel):
             "tilewright.kernels.matmul.xla.backend:XlaGlu",
             "tilewright.kernels.matmul.triton.backend:TritonGlu",
         )
-        super().__init__("glu", version="1", implementations=[lazy(each) for each in backends])
+        super().__init__("glu", version="1", backends=backends)
 
     def prepare(
         self,

@@ -12,7 +12,6 @@ from tilewright.kernels.matmul.op import MatmulKernel
 from tilewright.kernels.numerics.dots import result_dtype
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
-from tilewright.kernels.op.backend import lazy
 from tilewright.kernels.op.public import public_function
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -28,7 +27,7 @@ class Matmul(MatmulKernel):
             "tilewright.kernels.matmul.xla.backend:XlaMatmul",
             "tilewright.kernels.matmul.hopper.backend:HopperMatmul",
         )
-        super().__init__("matmul", version="1", implementations=[lazy(each) for each in backends])
+        super().__init__("matmul", version="1", backends=backends)
 
     def prepare(
         self,

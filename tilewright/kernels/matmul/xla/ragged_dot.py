@@ -10,13 +10,13 @@ from jax import lax
 from tilewright.kernels.matmul.groups import matrix_bounds, owned
 from tilewright.kernels.matmul.inputs import MatmulInputs, MatmulResults
 from tilewright.kernels.numerics.dots import accumulator
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 
-class RaggedDot(Implementation[MatmulInputs, Any, FwdParams, BwdParams]):
+class RaggedDot(Backend[MatmulInputs, Any, FwdParams, BwdParams]):
     """Serves calls with a matrix for every group and without scales.
 
     XLA computes it with all rows for every group, on CPUs in memory ``groups`` times that of lhs, and NaN or infinity

@@ -19,7 +19,7 @@ from tilewright.kernels.norms.triton.params import (
     kept_elements,
     params_reasons,
 )
-from tilewright.kernels.op.backend import Implementation
+from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint, launch_reasons
 from tilewright.kernels.triton import launch, unavailable
@@ -39,7 +39,7 @@ MAX_UNPACKED = {"forward": 32, "backward": 20}
 type Params = NormForwardParams | NormBackwardParams
 
 
-class TritonNorm(Implementation[NormInputs, NormResults, NormForwardParams, NormBackwardParams]):
+class TritonNorm(Backend[NormInputs, NormResults, NormForwardParams, NormBackwardParams]):
     """Serves float16, bfloat16 and float32; sums are in float32, in one order."""
 
     name: ClassVar[str] = "triton"

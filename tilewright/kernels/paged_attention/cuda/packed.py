@@ -15,7 +15,7 @@ from tilewright.kernels.cuda.kernel import CudaKernel
 from tilewright.kernels.cuda.requirements import Compare, DeviceField, Fact, Field, Predicate
 from tilewright.kernels.cuda.table import Variant, VariantTable, instance
 from tilewright.kernels.cuda.toolchain import CUTLASS_TYPES, cutlass
-from tilewright.kernels.op.backend import InferenceImplementation
+from tilewright.kernels.op.backend import InferenceBackend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs
@@ -102,7 +102,7 @@ class CudaPackedParams:
     """Empty: all sizes follow from shared memory and registers."""
 
 
-class CudaPackedAttention(InferenceImplementation[PagedInputs, Results, CudaPackedParams]):
+class CudaPackedAttention(InferenceBackend[PagedInputs, Results, CudaPackedParams]):
     """Supports packed queries over pages in float16 and bfloat16 on compute capability 9.0."""
 
     name: ClassVar[str] = "cuda"

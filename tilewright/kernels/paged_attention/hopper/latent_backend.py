@@ -11,7 +11,7 @@ from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_
 from tilewright.kernels.hopper.limits import SWIZZLE_ROWS, WARPGROUP_THREADS
 from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.numerics.softmax import sinks_lse
-from tilewright.kernels.op.backend import InferenceImplementation
+from tilewright.kernels.op.backend import InferenceBackend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.paged_attention.hopper.latent import WARPGROUPS, latent_kernel
@@ -56,7 +56,7 @@ class HopperLatentParams:
             raise ValueError(f"there are 1 to {MAX_SPLITS} splits, got {self.num_key_splits=}")
 
 
-class PallasGpuPagedAttention(InferenceImplementation[PagedInputs, Results, HopperLatentParams]):
+class PallasGpuPagedAttention(InferenceBackend[PagedInputs, Results, HopperLatentParams]):
     """Serves pages of latents of 512 and 64 in float16 and bfloat16 on compute capability 9.0."""
 
     name: ClassVar[str] = "hopper"

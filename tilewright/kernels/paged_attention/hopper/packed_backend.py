@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from tilewright.kernels.hopper.limits import SHARED_BYTES, WARPGROUP_THREADS
-from tilewright.kernels.op.backend import InferenceImplementation
+from tilewright.kernels.op.backend import InferenceBackend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.paged_attention.hopper.packed import chunk_kernel
@@ -41,7 +41,7 @@ class HopperChunkParams:
             raise ValueError(f"the producer needs a stage ahead of the consumers, 8 at most, got {self.num_stages=}")
 
 
-class PallasGpuPackedAttention(InferenceImplementation[PagedInputs, Results, HopperChunkParams]):
+class PallasGpuPackedAttention(InferenceBackend[PagedInputs, Results, HopperChunkParams]):
     """Serves packed queries over pages in float16 and bfloat16 on compute capability 9.0."""
 
     name: ClassVar[str] = "hopper"

@@ -7,7 +7,6 @@ from typing import Any, Unpack
 from jax.typing import ArrayLike
 
 from tilewright.kernels.op.arguments import as_array, integer, reshape
-from tilewright.kernels.op.backend import lazy
 from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.paged_attention import arguments
@@ -68,7 +67,7 @@ class MlaDecode(PagedAttentionKernel):
     def __init__(self) -> None:
         super().__init__(
             "mla_decode",
-            lazy("tilewright.kernels.paged_attention.hopper.latent_backend:PallasGpuPagedAttention"),
+            "tilewright.kernels.paged_attention.hopper.latent_backend:PallasGpuPagedAttention",
         )
 
     def prepare(

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from tilewright.kernels.op.arguments import PlatformOption, as_array, platforms, reshape
-from tilewright.kernels.op.backend import lazy
 from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.portfolio import InferenceKernel
@@ -46,7 +45,7 @@ class UpdatePages(InferenceKernel[WriteInputs, Cache]):
         super().__init__(
             "update_pages",
             version="1",
-            implementations=(lazy("tilewright.kernels.paged_attention.xla.update_pages:XlaUpdatePages"),),
+            backends=("tilewright.kernels.paged_attention.xla.update_pages:XlaUpdatePages",),
         )
 
     def prepare(

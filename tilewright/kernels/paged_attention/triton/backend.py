@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.op.backend import InferenceImplementation
+from tilewright.kernels.op.backend import InferenceBackend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import max_shared_bytes
 from tilewright.kernels.paged_attention.inputs import PagedInputs
@@ -36,7 +36,7 @@ LARGEST_SHARED_BYTES = 227 << 10
 """Shared memory of a CTA where the device's own limit is not known."""
 
 
-class TritonPagedAttention(InferenceImplementation[PagedInputs, Results, FwdParams]):
+class TritonPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
     """Serves float16, bfloat16 and float32, with any cache; float32 is multiplied without tensor cores.
 
     Its params are ``q_blocksize``, ``kv_blocksize``, ``num_key_splits`` and those of the launch.

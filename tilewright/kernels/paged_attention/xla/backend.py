@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import ClassVar
 
-from tilewright.kernels.op.backend import InferenceImplementation
+from tilewright.kernels.op.backend import InferenceBackend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.results import Results, empty_forward
@@ -25,7 +25,7 @@ SYMBOLIC_BLOCK_Q = 16
 """Query rows per tile if the number of tokens is a symbolic dimension: decoding wastes little, chunks fill several."""
 
 
-class XlaPagedAttention(InferenceImplementation[PagedInputs, Results, FwdParams]):
+class XlaPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
     """Serves every call; its params use ``q_blocksize``, ``kv_blocksize`` and ``blocksize_heads``.
 
     ``blocksize_heads`` is the number of score matrices (query tiles × heads) processed at once.

@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from typing import ClassVar
 
-from tilewright.kernels.op.backend import InferenceImplementation
+from tilewright.kernels.op.backend import InferenceBackend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.paged_attention.writing import Cache, WriteInputs, write_pages
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import FwdParams
 
 
-class XlaUpdatePages(InferenceImplementation[WriteInputs, Cache, FwdParams]):
+class XlaUpdatePages(InferenceBackend[WriteInputs, Cache, FwdParams]):
     """Serves every call; has no params."""
 
     name: ClassVar[str] = "xla"
