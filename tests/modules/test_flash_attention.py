@@ -14,6 +14,8 @@ import pytest
 import tilewright
 from tests.support.suites import crossed, sampled
 from tilewright.errors import UnsupportedError
+from tilewright.kernels.flash_attention.arguments import CausalAlignment
+from tilewright.kernels.flash_attention.options import AttentionOptions
 from tilewright.kernels.masks import CausalMask, WindowMask
 from tilewright.modules import FlashAttention, dot_product_attention, flash_attention
 
@@ -34,9 +36,15 @@ def close(got: Any, want: Any, atol: float = 1e-5) -> None:
 
 
 def test_signature_is_that_of_prepare():
-    _, *wanted = inspect.signature(FlashAttention.prepare).parameters.values()
+    _, *arrays, _ = inspect.signature(FlashAttention.prepare).parameters.values()
     *ours, refused_of_flax = inspect.signature(flash_attention).parameters.values()
-    assert ours == wanted
+    assert ours[: len(arrays)] == arrays
+    options = ours[len(arrays) :]
+    assert [each.name for each in options] == list(AttentionOptions.__annotations__)
+    assert {each.name: each.default for each in options if each.default is not None} == {
+        "causal": False, "causal_alignment": "top_left", "dropout_prob": 0.0, "return_lse": False,
+    }  # fmt: skip
+    assert ours[6].annotation == CausalAlignment
     assert (ours[-1].name, ours[-1].kind, ours[-1].default) == ("cfg", inspect.Parameter.KEYWORD_ONLY, None)
     assert refused_of_flax.name == "dropout_rng"
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support.suites import sampled
 from tilewright.kernels.flash_attention.cases import CPU_CASES, HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.op import FlashAttention
+from tilewright.kernels.flash_attention.op import FlashAttention, flash_attention
 from tilewright.kernels.masks import AndMask, CausalMask, ExplicitMask, LengthMask, SegmentMask, WindowMask
 from tilewright.kernels.op.choice import Platform
 from tilewright.ops.kernel.kernel import Invocation
@@ -377,5 +377,5 @@ def test_argument_list_covers_jax():
     names = set(inspect.signature(jax.nn.dot_product_attention).parameters)
     renamed = {"scale": "softmax_scale", "is_causal": "causal", "local_window_size": "sliding_window",
                "implementation": "platform", "return_residual": "return_lse"}  # fmt: skip
-    ours = set(inspect.signature(KERNEL.prepare).parameters)
+    ours = set(inspect.signature(flash_attention).parameters)
     assert {renamed.get(name, name) for name in names} <= ours

@@ -20,7 +20,7 @@ from tilewright.kernels.hopper.matmul.gathered import gathered_matmul, gathered_
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.scattered import scattered_matmul
 from tilewright.kernels.hopper.matmul.schedule import GatheredSchedule, ScatteredSchedule, TileShape
-from tilewright.kernels.hopper.matmul.sending import PIECE_BYTES, Pieces, Ring
+from tilewright.kernels.hopper.matmul.sending import PIECE_BYTES, DeviceRing, Pieces
 
 PARAMS = {
     "alone": MatmulParams(128, 128, 3, band=2),
@@ -87,7 +87,7 @@ def test_every_product_is_computed_once(batches: int, rows: int, devices: int, t
     assert all(each == places[0] for each in places.values())
 
 
-class Itself(Ring):
+class Itself(DeviceRing):
     """A device that takes itself for all others."""
 
     def index(self) -> jax.Array:

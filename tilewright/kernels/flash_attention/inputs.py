@@ -5,17 +5,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32  # noqa: F401
 
 from tilewright.kernels.flash_attention.position_bias import PositionBias
+from tilewright.kernels.heads import HeadInputs
 from tilewright.kernels.masks import Mask
 from tilewright.kernels.numerics.dropout import drawn_probability, head_keys
-from tilewright.kernels.op.inputs import OpInputs, array, static
+from tilewright.kernels.op.inputs import array, static
 from tilewright.ops.kernel.arrays import struct_like
 
 
-class AttentionInputs(OpInputs):
+class AttentionInputs(HeadInputs):
     """A call after ``prepare``; shapes and dtypes hold without further checks.
 
     Causality, window, segments, lengths, packed lengths and an explicit mask are all folded into ``mask`` (``None``:
@@ -61,35 +61,13 @@ class AttentionInputs(OpInputs):
         return self.key.shape[1]
 
     @functools.cached_property
-    def heads(self) -> int:
-        return self.query.shape[2]
-
-    @functools.cached_property
-    def kv_heads(self) -> int:
-        return self.key.shape[2]
-
-    @functools.cached_property
-    def head_dim(self) -> int:
-        return self.query.shape[3]
-
-    @functools.cached_property
     def value_dim(self) -> int:
         return self.value.shape[3]
-
-    @functools.cached_property
-    def dtype(self) -> np.dtype:
-        """The dtype of query, key and value."""
-        return np.dtype(self.query.dtype)
 
     @functools.cached_property
     def score_shape(self) -> tuple[int, int, int, int]:
         """Batch, heads, queries and keys."""
         return self.batch, self.heads, self.q_length, self.kv_length
-
-    @functools.cached_property
-    def groups(self) -> int:
-        """Query heads per key/value head."""
-        return self.heads // self.kv_heads
 
     @functools.cached_property
     def sinks(self) -> int:

@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from jaxtyping import Array, Float
 from tilewright.kernels.biases import AlibiBias, RelativeBias
 from tilewright.kernels.flash_attention import masking, sampling
 from tilewright.kernels.flash_attention.arguments import (
-    CausalAlignment,
     alignment,
     bias_array,
     dropout,
@@ -26,6 +25,7 @@ from tilewright.kernels.flash_attention.cases import CASES
 from tilewright.kernels.flash_attention.distributed.explicit import attention_on_explicit_axes, keys_travel
 from tilewright.kernels.flash_attention.distributed.op import ContextParallelOp
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.options import AttentionOptions
 from tilewright.kernels.flash_attention.partitioning import (
     attention_partitioning,
     with_bias_positions,
@@ -36,10 +36,9 @@ from tilewright.kernels.flash_attention.reference import attention_reference
 from tilewright.kernels.masks import Mask, TileClass, TileGrid
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op import arguments
-from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.portfolio import PortfolioKernel
-from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.public import public_function, with_defaults
 from tilewright.kernels.op.roofline import Cost
 from tilewright.kernels.op.sharding import Partitioning
 from tilewright.ops.kernel.kernel import Invocation
@@ -103,46 +102,29 @@ class FlashAttention(PortfolioKernel[AttentionInputs, Results]):
         value: ArrayLike,
         bias: ArrayLike | AlibiBias | RelativeBias | None = None,
         mask: ArrayLike | Mask | None = None,
-        *,
-        causal: bool = False,
-        causal_alignment: CausalAlignment = "top_left",
-        sliding_window: int | tuple[int | None, int | None] | None = None,
-        softmax_scale: ArrayLike | None = None,
-        logits_soft_cap: float | None = None,
-        softmax_aux: ArrayLike | None = None,
-        q_segment_ids: ArrayLike | None = None,
-        kv_segment_ids: ArrayLike | None = None,
-        query_seq_lengths: ArrayLike | None = None,
-        key_value_seq_lengths: ArrayLike | None = None,
-        cum_seqlens_q: ArrayLike | None = None,
-        cum_seqlens_k: ArrayLike | None = None,
-        dropout_prob: float = 0.0,
-        dropout_seed: ArrayLike | None = None,
-        return_lse: bool = False,
-        precision: PrecisionLike = None,
-        platform: PlatformOption = None,
-        cfg: object = None,
+        **options: Unpack[AttentionOptions],
     ) -> AttentionInputs:
         """Checks a call.
 
         Everything that masks a key for a query is combined into one mask. Arrays keep their values and are not copied;
         those without a batch dimension get one, which ``outputs`` removes.
         """
+        given = with_defaults(AttentionOptions, options)
         queries, keys, values, unbatched = query_key_value(query, key, value)
         batch, q_length, heads, _ = queries.shape
         shape = masking.ScoreShape(batch, heads, q_length, keys.shape[1], unbatched)
-        queries, scale = arguments.scaled(queries, softmax_scale)
-        prob, seed = dropout(dropout_prob, dropout_seed)
-        bottom_right = alignment(causal_alignment)
+        queries, scale = arguments.scaled(queries, given["softmax_scale"])
+        prob, seed = dropout(given["dropout_prob"], given["dropout_seed"])
+        bottom_right = alignment(given["causal_alignment"])
         combined, positions = masking.call_mask(
             shape,
             mask=mask,
-            causal=arguments.flag("causal", causal),
-            sliding_window=sliding_window,
+            causal=arguments.flag("causal", given["causal"]),
+            sliding_window=given["sliding_window"],
             bottom_right=bottom_right,
-            segment_ids=(q_segment_ids, kv_segment_ids),
-            lengths=(query_seq_lengths, key_value_seq_lengths),
-            cum_seqlens=(cum_seqlens_q, cum_seqlens_k),
+            segment_ids=(given["q_segment_ids"], given["kv_segment_ids"]),
+            lengths=(given["query_seq_lengths"], given["key_value_seq_lengths"]),
+            cum_seqlens=(given["cum_seqlens_q"], given["cum_seqlens_k"]),
             has_position_bias=is_position_bias(bias),
         )
         combined = with_positions(combined, queries, keys)
@@ -151,7 +133,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, Results]):
             added = with_bias_positions(position_bias(bias, shape, positions, bottom_right), queries, keys)
         elif bias is not None:
             added = bias_array(bias, shape.sizes)
-        sinks = None if softmax_aux is None else arguments.sinks_array(softmax_aux, heads)
+        sinks = None if given["softmax_aux"] is None else arguments.sinks_array(given["softmax_aux"], heads)
         added, combined, sinks = jax.tree.map(lambda x: arguments.to_32_bit(x, queries.dtype), (added, combined, sinks))
         of_positions = added if isinstance(added, PositionBias) else None
         return AttentionInputs(
@@ -164,12 +146,12 @@ class FlashAttention(PortfolioKernel[AttentionInputs, Results]):
             mask=combined,
             softmax_aux=sinks,
             dropout_seed=seed,
-            logits_soft_cap=arguments.soft_cap(logits_soft_cap),
+            logits_soft_cap=arguments.soft_cap(given["logits_soft_cap"]),
             dropout_prob=prob,
-            precision=arguments.matmul_precision(precision),
-            return_lse=arguments.flag("return_lse", return_lse),
+            precision=arguments.matmul_precision(given["precision"]),
+            return_lse=arguments.flag("return_lse", given["return_lse"]),
             unbatched=unbatched,
-            platform=arguments.platforms(platform),
+            platform=arguments.platforms(given["platform"]),
         )
 
     def distributed(self, cfg: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:

@@ -22,6 +22,7 @@ from tilewright.kernels.op.sharding import (
     GradientParts,
     Partitioning,
     axis_names,
+    common_axes,
     explicit_mesh,
     over_explicit_axes,
     typed_axes,
@@ -38,17 +39,7 @@ def _token_axes(inputs: VocabularyInputs, arrays: dict[str, Any]) -> tuple[Parti
       ValueError: a dimension is split in two ways, or d is.
     """
     by_token = {name: array for name, array in arrays.items() if name not in inputs.vocab_axes}
-    described = ", ".join(f"{name}: {typed_spec(array)}" for name, array in by_token.items())
-    tokens = len(inputs.token_shape)
-    split: list[Any] = [None] * tokens
-    for name, array in by_token.items():
-        axes = typed_axes(array)
-        if any(axes[tokens:]):
-            raise ValueError(f"{name} must be whole along d ({described}); reshard it first")
-        for position, each in enumerate(axes[:tokens]):
-            if None not in (each, split[position]) and each != split[position]:
-                raise ValueError(f"tokens must be split alike in all arrays ({described}); reshard {name} first")
-            split[position] = split[position] or each
+    split = common_axes(by_token, dict.fromkeys(by_token, len(inputs.token_shape)), whats="tokens", core="d")
     return PartitionSpec(*split), tuple(name for axes in split for name in axis_names(axes))
 
 

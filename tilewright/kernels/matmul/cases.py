@@ -13,13 +13,29 @@ from tilewright.kernels.op.cases import Arguments, Case, OpCases, Peer, normal, 
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class MatmulCase(Case):
-    """The sizes and options of one call of ``matmul``; ``leading`` are dimensions of lhs before its rows."""
+class ProductCase(Case):
+    """The sizes of one call of any of the ops; ``rows`` are those of lhs, of all groups together."""
 
     rows: int = 1024
     k: int = 1024
     n: int = 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DenseCase(ProductCase):
+    """A call without groups; ``leading`` are dimensions of lhs before its rows."""
+
     leading: tuple[int, ...] = ()
+
+    def lhs(self, random: np.random.Generator, *, transposed: bool = False) -> jax.Array:
+        shape = (self.k, self.rows) if transposed else (*self.leading, self.rows, self.k)
+        return normal(random, shape, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MatmulCase(DenseCase):
+    """The sizes and options of one call of ``matmul``."""
+
     transpose_lhs: bool = False
     transpose_rhs: bool = False
     rhs_dtype: str | None = None
@@ -27,28 +43,24 @@ class MatmulCase(Case):
 
     def arguments(self, seed: int = 0) -> Arguments:
         random = np.random.default_rng(seed)
-        lhs = (self.k, self.rows) if self.transpose_lhs else (*self.leading, self.rows, self.k)
+        lhs = self.lhs(random, transposed=self.transpose_lhs)
         rhs = (self.n, self.k) if self.transpose_rhs else (self.k, self.n)
         options: dict[str, Any] = {"transpose_lhs": self.transpose_lhs, "transpose_rhs": self.transpose_rhs}
         if self.preferred_element_type is not None:
             options["preferred_element_type"] = self.preferred_element_type
-        return (normal(random, lhs, self.dtype), normal(random, rhs, self.rhs_dtype or self.dtype)), options
+        return (lhs, normal(random, rhs, self.rhs_dtype or self.dtype)), options
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GluCase(Case):
+class GluCase(DenseCase):
     """The sizes and options of one call of ``glu``."""
 
-    rows: int = 1024
-    k: int = 1024
-    n: int = 1024
-    leading: tuple[int, ...] = ()
     activation: Activation = "silu"
 
     def arguments(self, seed: int = 0) -> Arguments:
         random = np.random.default_rng(seed)
         # Matrices as a model has them: pre-activations are about 1, where activations are not linear.
-        x = normal(random, (*self.leading, self.rows, self.k), self.dtype)
+        x = self.lhs(random)
         scale = max(self.k, 1) ** -0.5
         gate, up = ((scale * normal(random, (self.k, self.n), "float32")).astype(self.dtype) for _ in range(2))
         return (x, gate, up), {"activation": self.activation}
@@ -135,44 +147,63 @@ def _scale(random: np.random.Generator, kind: Scaling, shape: tuple[int, ...], b
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GroupedMatmulCase(Case):
-    """The sizes and options of one call of ``grouped_matmul``.
+class GroupedCase(ProductCase):
+    """A call with groups.
 
     Attributes:
-      rows: rows of lhs, of all groups together.
-      matrices: matrices in rhs, the groups from ``group_offset`` on; as many as groups if ``None``.
-      rhs_dtype: dtype of rhs; that of lhs if ``None``.
+      matrices: matrices of the call, the groups from ``group_offset`` on; as many as groups if ``None``.
       sizes: the group sizes; drawn if ``None``.
     """
 
-    rows: int = 1024
     k: int = 512
     n: int = 512
     groups: int = 8
     matrices: int | None = None
     group_offset: int | None = None
+    sizes: tuple[int, ...] | None = None
+
+    def lhs(self, random: np.random.Generator) -> jax.Array:
+        return normal(random, (self.rows, self.k), self.dtype)
+
+    def matrix_shape(self, *, transposed: bool = False) -> tuple[int, int, int]:
+        matrices = self.groups if self.matrices is None else self.matrices
+        return (matrices, self.n, self.k) if transposed else (matrices, self.k, self.n)
+
+    def group_sizes(self, random: np.random.Generator) -> jax.Array:
+        return jnp.asarray(group_sizes(random, self.rows, self.groups) if self.sizes is None else self.sizes, jnp.int32)
+
+    @property
+    def offset(self) -> dict[str, jax.Array]:
+        """The option ``group_offset``, if the case has it."""
+        return {} if self.group_offset is None else {"group_offset": jnp.int32(self.group_offset)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupedMatmulCase(GroupedCase):
+    """The sizes and options of one call of ``grouped_matmul``.
+
+    Attributes:
+      rhs_dtype: dtype of rhs; that of lhs if ``None``.
+    """
+
     transpose_rhs: bool = False
     lhs_scale: Scaling = "none"
     rhs_scale: Scaling = "none"
     rhs_dtype: str | None = None
     preferred_element_type: str | None = None
-    sizes: tuple[int, ...] | None = None
 
     def arguments(self, seed: int = 0) -> Arguments:
         random = np.random.default_rng(seed)
-        matrices = self.groups if self.matrices is None else self.matrices
-        shape = (matrices, self.n, self.k) if self.transpose_rhs else (matrices, self.k, self.n)
-        lhs = normal(random, (self.rows, self.k), self.dtype)
-        rhs = normal(random, shape, self.rhs_dtype or self.dtype)
-        sizes = group_sizes(random, self.rows, self.groups) if self.sizes is None else self.sizes
+        lhs = self.lhs(random)
+        rhs = normal(random, self.matrix_shape(transposed=self.transpose_rhs), self.rhs_dtype or self.dtype)
+        sizes = self.group_sizes(random)
         options: dict[str, Any] = {
-            "group_offset": None if self.group_offset is None else jnp.int32(self.group_offset),
             "lhs_scale": _scale(random, self.lhs_scale, lhs.shape, (1,)),
             "rhs_scale": _scale(random, self.rhs_scale, rhs.shape, (1, 2)),
             "preferred_element_type": self.preferred_element_type,
         }
         given = {name: value for name, value in options.items() if value is not None}
-        return (lhs, rhs, jnp.asarray(sizes, jnp.int32)), given | {"transpose_rhs": self.transpose_rhs}
+        return (lhs, rhs, sizes), self.offset | given | {"transpose_rhs": self.transpose_rhs}
 
 
 def jax_ragged_dot(case: GroupedMatmulCase) -> Peer | str:
@@ -237,33 +268,17 @@ GROUPED_CASES = OpCases(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GatedGroupedMatmulCase(Case):
-    """The sizes and options of one call of ``gated_grouped_matmul``.
+class GatedGroupedMatmulCase(GroupedCase):
+    """The sizes and options of one call of ``gated_grouped_matmul``."""
 
-    Attributes:
-      rows: rows of lhs, of all groups together.
-      matrices: matrices in gate and up, the groups from ``group_offset`` on; as many as groups if ``None``.
-      sizes: the group sizes; drawn if ``None``.
-    """
-
-    rows: int = 1024
-    k: int = 512
-    n: int = 512
-    groups: int = 8
     activation: Activation = "silu"
-    matrices: int | None = None
-    group_offset: int | None = None
-    sizes: tuple[int, ...] | None = None
 
     def arguments(self, seed: int = 0) -> Arguments:
         random = np.random.default_rng(seed)
         # Matrices as a model has them: pre-activations are about 1, where activations are not linear.
-        lhs = normal(random, (self.rows, self.k), self.dtype)
-        shape = (self.groups if self.matrices is None else self.matrices, self.k, self.n)
+        lhs, shape = self.lhs(random), self.matrix_shape()
         gate, up = ((normal(random, shape, "float32") / max(self.k, 1) ** 0.5).astype(self.dtype) for _ in range(2))
-        sizes = group_sizes(random, self.rows, self.groups) if self.sizes is None else self.sizes
-        offset = {} if self.group_offset is None else {"group_offset": jnp.int32(self.group_offset)}
-        return (lhs, gate, up, jnp.asarray(sizes, jnp.int32)), {"activation": self.activation} | offset
+        return (lhs, gate, up, self.group_sizes(random)), {"activation": self.activation} | self.offset
 
 
 _GATED_SMALL = GatedGroupedMatmulCase("small", rows=24, k=16, n=20, groups=3)

@@ -1,12 +1,13 @@
 """Turns a kernel into a public function."""
 
+import dataclasses
 import difflib
 import functools
 import inspect
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Concatenate, Unpack, get_args, get_origin, is_typeddict
+from typing import Annotated, Any, Concatenate, Unpack, get_args, get_origin, is_typeddict
 
 FLAX_ADAPTER = "tilewright.integrations.flax.dot_product_attention"
 
@@ -50,14 +51,22 @@ _FOREIGN_NAMES = {
 """Names that other libraries use for our arguments."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Default:
+    """The default of an option of a ``TypedDict``, in an ``Annotated`` type, if it is neither None nor False."""
+
+    value: object
+
+
 def public_function[**P, R](
     prepare: Callable[Concatenate[Any, P], object], *, attention_fn: bool = False
 ) -> Callable[[Callable[..., R]], Callable[P, R]]:
     """Gives a function the argument list of a kernel's ``prepare``, so that it is written only once.
 
     Options that ``prepare`` takes as ``**options: Unpack[...]`` of a ``TypedDict`` become keyword arguments: ``None``
-    by default, a flag ``False``. Their documentation comes from the ``TypedDict`` unless the function's docstring has
-    it. A call with other arguments is a ``TypeError`` with the function's own name and a suggestion.
+    by default, a flag ``False``, others what a ``Default`` in their annotation says. Their documentation comes from the
+    ``TypedDict`` unless the function's docstring has it. A call with other arguments is a ``TypeError`` with the
+    function's own name and a suggestion.
 
     Args:
       attention_fn: for a function that Flax Linen may be given as its ``attention_fn``. Linen passes only keywords that
@@ -92,13 +101,14 @@ def public_function[**P, R](
     return decorate
 
 
-def with_defaults(options: type, given: Mapping[str, object]) -> dict[str, Any]:
+def with_defaults[Options](options: type[Options], given: Mapping[str, object]) -> Options:
     """Every option of a ``TypedDict``, with its given or default value.
 
     Raises:
       TypeError: an unknown option was given.
     """
-    found = {**_defaults(options), **given}
+    kind: type = options
+    found: Any = {**_defaults(kind), **given}
     if len(found) > len(options.__annotations__):
         unknown = next(name for name in given if name not in options.__annotations__)
         raise TypeError(f"got an unexpected keyword argument {unknown!r}")
@@ -106,8 +116,14 @@ def with_defaults(options: type, given: Mapping[str, object]) -> dict[str, Any]:
 
 
 @functools.cache
-def _defaults(options: type) -> Mapping[str, bool | None]:
-    return {name: False if kind is bool else None for name, kind in options.__annotations__.items()}
+def _defaults(options: type) -> Mapping[str, object]:
+    return {name: _default(kind) for name, kind in options.__annotations__.items()}
+
+
+def _default(kind: Any) -> object:
+    if get_origin(kind) is Annotated:
+        return next(each.value for each in kind.__metadata__ if isinstance(each, Default))
+    return False if kind is bool else None
 
 
 def _options_of(parameter: inspect.Parameter) -> Any:
@@ -125,7 +141,8 @@ def _expanded(parameters: Iterable[inspect.Parameter]) -> Iterator[inspect.Param
             continue
         defaults = _defaults(options)
         for name, kind in options.__annotations__.items():
-            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind)
+            bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=bare)
 
 
 def _documented(prepare: Callable[..., Any]) -> dict[str, str]:

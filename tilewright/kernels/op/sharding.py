@@ -88,7 +88,7 @@ def leading_partitioning(inputs: object, core_dims: Mapping[str, int]) -> Partit
     if mesh is None or not core_dims:
         return None
     shared = {name: array.ndim - core_dims.get(name, array.ndim) for name, array in arrays.items()}
-    split = _common_axes(arrays, shared)
+    split = common_axes(arrays, shared)
     used = [name for axes in split for name in axis_names(axes)]
 
     def spec_of(name: str) -> PartitionSpec:
@@ -115,20 +115,38 @@ def _argument(path: tuple[Any, ...]) -> str:
     return str(getattr(path[0], "name", None) or getattr(path[0], "key", None))
 
 
-def _common_axes(arrays: Mapping[str, Any], shared: Mapping[str, int]) -> list[Any]:
-    """The mesh axes of every dimension that the arrays share."""
+def common_axes(
+    arrays: Mapping[str, Any], shared: Mapping[str, int], *, whats: str = "arguments", core: str = ""
+) -> list[Any]:
+    """The mesh axes of every dimension that the arrays share.
+
+    Args:
+      arrays: by name.
+      shared: the number of leading dimensions of an array that are shared; the others must be whole.
+      whats: what is split, for errors.
+      core: what the other dimensions are, for errors.
+
+    Raises:
+      ValueError: a dimension is split in two ways, or one that is not shared is.
+    """
     described = ", ".join(f"{name}: {typed_spec(array)}" for name, array in arrays.items())
     split: list[Any] = [None] * max(shared.values())
     for name, array in arrays.items():
         axes = typed_axes(array)
         if any(axes[shared[name] :]):
-            allowed = f"be split by its first {shared[name]} dimensions alone" if shared[name] else "be whole"
+            by_first = f"be split by its first {shared[name]} dimensions alone" if shared[name] else "be whole"
+            allowed = f"be whole along {core}" if core else by_first
             raise ValueError(f"{name} must {allowed} ({described}); reshard it first")
         for position, each in enumerate(axes[: shared[name]]):
             if None not in (each, split[position]) and each != split[position]:
-                raise ValueError(f"arguments must be split alike or be whole ({described}); reshard {name} first")
+                raise ValueError(f"{whats} must be split alike or be whole ({described}); reshard {name} first")
             split[position] = split[position] or each
     return split
+
+
+def axis_of(name: AxisName | list[str]) -> AxisName:
+    """A caller's ``axis_name`` as a value that can be hashed."""
+    return tuple(name) if isinstance(name, list) else name
 
 
 def devices_along(axis: AxisName, parts: str) -> int:

@@ -4,10 +4,10 @@ import dataclasses
 import functools
 import math
 
-import numpy as np
 from jaxtyping import Array, Float, Integer, Num
 
-from tilewright.kernels.op.inputs import OpInputs, array, static
+from tilewright.kernels.heads import HeadInputs
+from tilewright.kernels.op.inputs import array, static
 
 FAR = 1 << 29
 """A bound beyond every position: windows, lengths and starts are clipped to it, so that sums of three fit int32."""
@@ -16,7 +16,7 @@ ELSEWHERE = -(1 << 31)
 """A page number in the table of one of several devices: another device has the page, so its absence is not an error."""
 
 
-class PagedInputs(OpInputs):
+class PagedInputs(HeadInputs):
     """A call after ``prepare``; shapes and dtypes hold without further checks, the arrays' values are not checked.
 
     The layout of a call follows from which of the arrays of role "call" it has, and backends say which they take.
@@ -67,29 +67,12 @@ class PagedInputs(OpInputs):
         return self.query.shape[0]
 
     @functools.cached_property
-    def heads(self) -> int:
-        return self.query.shape[1]
-
-    @functools.cached_property
-    def head_dim(self) -> int:
-        return self.query.shape[2]
-
-    @functools.cached_property
-    def dtype(self) -> np.dtype:
-        """The dtype of the query and of the output."""
-        return np.dtype(self.query.dtype)
-
-    @functools.cached_property
     def num_pages(self) -> int:
         return self.key.shape[0]
 
     @functools.cached_property
     def page_size(self) -> int:
         return self.key.shape[1]
-
-    @functools.cached_property
-    def kv_heads(self) -> int:
-        return self.key.shape[2]
 
     @functools.cached_property
     def value_dim(self) -> int:
@@ -110,11 +93,6 @@ class PagedInputs(OpInputs):
     def capacity(self) -> int:
         """The capacity of a sequence in tokens."""
         return self.page_size * self.columns
-
-    @functools.cached_property
-    def groups(self) -> int:
-        """Query heads per key head."""
-        return self.heads // self.kv_heads
 
     @functools.cached_property
     def sinks(self) -> int:

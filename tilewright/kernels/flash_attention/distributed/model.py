@@ -5,6 +5,7 @@ Constants are fitted to two H100 with 32 heads on 8 of 128: 1024 to 32768 tokens
 tokens on for rings and exchanged heads, 18 % for gathered keys.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -83,6 +84,7 @@ def ulysses_reason(inputs: ContextInputs) -> str:
     return ""
 
 
+@functools.lru_cache(maxsize=64)  # every plan of a choice asks
 def best_strategy(inputs: ContextInputs) -> StrategyName:
     """The strategy of the least predicted time among those that can serve the call; the ring if it is about as fast."""
     times = predicted_ms(inputs)

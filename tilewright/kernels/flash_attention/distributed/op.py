@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
-from tilewright.kernels.flash_attention.arguments import CausalAlignment, alignment, query_key_value
+from tilewright.kernels.flash_attention.arguments import alignment, query_key_value
 from tilewright.kernels.flash_attention.distributed.inputs import ContextInputs
 from tilewright.kernels.flash_attention.distributed.layout import LayoutName
 from tilewright.kernels.flash_attention.distributed.model import StrategyName
@@ -27,13 +27,15 @@ from tilewright.kernels.flash_attention.masking import (
     packed_bounds,
     segments_mask,
 )
+from tilewright.kernels.flash_attention.options import AttentionOptions
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op import arguments
-from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike, on_host
+from tilewright.kernels.op.arguments import on_host
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.distributed import DistributedOp, PlanParams
 from tilewright.kernels.op.portfolio import Portfolio
-from tilewright.kernels.op.sharding import AxisName, check_manual, devices_along
+from tilewright.kernels.op.public import with_defaults
+from tilewright.kernels.op.sharding import AxisName, axis_of, check_manual, devices_along
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.prepared import prepare
 from tilewright.ops.utils.device import current_device
@@ -65,41 +67,26 @@ class ContextParallelOp(DistributedOp[ContextInputs, Any], Portfolio[ContextInpu
         axis_name: AxisName,
         strategy: StrategyName = "auto",
         layout: LayoutName = "zigzag",
-        causal: bool = False,
-        causal_alignment: CausalAlignment = "top_left",
-        sliding_window: int | tuple[int | None, int | None] | None = None,
-        softmax_scale: ArrayLike | None = None,
-        logits_soft_cap: float | None = None,
-        softmax_aux: ArrayLike | None = None,
-        q_segment_ids: ArrayLike | None = None,
-        kv_segment_ids: ArrayLike | None = None,
-        query_seq_lengths: ArrayLike | None = None,
-        key_value_seq_lengths: ArrayLike | None = None,
-        cum_seqlens_q: ArrayLike | None = None,
-        cum_seqlens_k: ArrayLike | None = None,
-        dropout_prob: float = 0.0,
-        dropout_seed: ArrayLike | None = None,
-        return_lse: bool = False,
-        precision: PrecisionLike = None,
-        platform: PlatformOption = None,
-        cfg: object = None,
+        **options: Unpack[AttentionOptions],
     ) -> ContextInputs:
         """Checks a call inside ``shard_map``."""
-        check_refused(bias, mask, {"dropout_prob": dropout_prob})
+        given = with_defaults(AttentionOptions, options)
+        check_refused(bias, mask, {"dropout_prob": given["dropout_prob"]})
         queries, keys, values, unbatched = query_key_value(query, key, value)
-        axis: AxisName = tuple(axis_name) if isinstance(axis_name, list | tuple) else axis_name
+        axis = axis_of(axis_name)
         devices = devices_along(axis, "rows")
         batch, q_length, heads, _ = queries.shape
         kv_length = keys.shape[1]
         rows = _checked_layout(layout, q_length, kv_length)
-        queries, scale = arguments.scaled(queries, softmax_scale)
-        bottom_right, is_causal = alignment(causal_alignment), arguments.flag("causal", causal)
-        lengths, cum_seqlens = (query_seq_lengths, key_value_seq_lengths), (cum_seqlens_q, cum_seqlens_k)
+        queries, scale = arguments.scaled(queries, given["softmax_scale"])
+        bottom_right, is_causal = alignment(given["causal_alignment"]), arguments.flag("causal", given["causal"])
+        lengths = given["query_seq_lengths"], given["key_value_seq_lengths"]
+        cum_seqlens = given["cum_seqlens_q"], given["cum_seqlens_k"]
         further = devices * (kv_length - q_length)
-        band, moving = _band(is_causal, sliding_window, bottom_right, further, lengths, cum_seqlens)
+        band, moving = _band(is_causal, given["sliding_window"], bottom_right, further, lengths, cum_seqlens)
         shape = ScoreShape(batch, heads, q_length, kv_length, unbatched)
-        masking = _mask_arrays(shape, (q_segment_ids, kv_segment_ids), lengths, cum_seqlens)
-        sinks = None if softmax_aux is None else arguments.sinks_array(softmax_aux, heads)
+        masking = _mask_arrays(shape, (given["q_segment_ids"], given["kv_segment_ids"]), lengths, cum_seqlens)
+        sinks = None if given["softmax_aux"] is None else arguments.sinks_array(given["softmax_aux"], heads)
         inputs = ContextInputs(
             queries,
             keys,
@@ -113,11 +100,11 @@ class ContextParallelOp(DistributedOp[ContextInputs, Any], Portfolio[ContextInpu
             moving_ends=moving,
             bottom_right=bottom_right,
             longest=_longest(cum_seqlens),
-            logits_soft_cap=arguments.soft_cap(logits_soft_cap),
-            precision=arguments.matmul_precision(precision),
-            return_lse=arguments.flag("return_lse", return_lse),
+            logits_soft_cap=arguments.soft_cap(given["logits_soft_cap"]),
+            precision=arguments.matmul_precision(given["precision"]),
+            return_lse=arguments.flag("return_lse", given["return_lse"]),
             unbatched=unbatched,
-            platform=arguments.platforms(platform),
+            platform=arguments.platforms(given["platform"]),
             devices=devices,
             strategy=strategy,
             axis=axis,

@@ -50,10 +50,10 @@ from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan, plan_reasons
 from tilewright.kernels.hopper.matmul.schedule import GatheredSchedule
 from tilewright.kernels.hopper.matmul.sending import (
+    DeviceRing,
     Outgoing,
     PieceBuffers,
     Pieces,
-    Ring,
     buffers_bytes,
     fence_copies,
 )
@@ -86,7 +86,7 @@ class GatheringScratch(NamedTuple):
 def gathered_matmul(
     lhs: jax.Array,
     rhs: jax.Array,
-    ring: Ring,
+    ring: DeviceRing,
     *,
     transpose_rhs: bool = False,
     out_dtype: DTypeLike,
@@ -264,7 +264,7 @@ class RowsSender:
     """
 
     context: MatmulContext
-    ring: Ring
+    ring: DeviceRing
     rows: Ref
     arrived: Ref
     buffers: PieceBuffers

@@ -43,10 +43,10 @@ from tilewright.kernels.hopper.matmul.params import BLOCK_BYTES, MatmulParams
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
 from tilewright.kernels.hopper.matmul.schedule import ScatteredSchedule, Work
 from tilewright.kernels.hopper.matmul.sending import (
+    DeviceRing,
     Outgoing,
     PieceBuffers,
     Pieces,
-    Ring,
     buffers_bytes,
     fence_copies,
 )
@@ -99,7 +99,7 @@ class ScatterContext:
     """A CTA's references beside those of the matmul."""
 
     matmul: MatmulContext
-    ring: Ring
+    ring: DeviceRing
     arrays: Arrays
     scratch: ScatteringScratch
     arrived: Any
@@ -135,7 +135,7 @@ class ScatterContext:
 def scattered_matmul(
     lhs: jax.Array,
     rhs: jax.Array,
-    ring: Ring,
+    ring: DeviceRing,
     *,
     transpose_rhs: bool = False,
     out_dtype: DTypeLike,

@@ -30,7 +30,7 @@ MAX_DEVICES = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ring:
+class DeviceRing:
     """The devices along a mesh axis.
 
     Attributes:

@@ -16,7 +16,7 @@ from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
 from tilewright.kernels.op.distributed import DistributedOp
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
-from tilewright.kernels.op.sharding import AxisName, devices_along
+from tilewright.kernels.op.sharding import AxisName, axis_of, devices_along
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -79,7 +79,7 @@ class CollectiveMatmul(DistributedOp[CollectiveInputs, Any], PortfolioKernel[Col
             platform=arguments.platforms(platform),
             devices=devices,
             strategy=strategy,
-            axis=tuple(axis_name) if isinstance(axis_name, list | tuple) else axis_name,
+            axis=axis_of(axis_name),
         )
         if devices == 1 and strategy == "remote":
             return inputs.replace(strategy="auto")  # there is nobody to send to

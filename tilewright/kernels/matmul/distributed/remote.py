@@ -11,7 +11,7 @@ from tilewright.kernels.hopper.device import device_reasons, num_sms
 from tilewright.kernels.hopper.matmul.gathered import gathered_matmul, gathered_params
 from tilewright.kernels.hopper.matmul.operands import operand_reasons
 from tilewright.kernels.hopper.matmul.scattered import scattered_matmul, scattered_params
-from tilewright.kernels.hopper.matmul.sending import MAX_DEVICES, Ring
+from tilewright.kernels.hopper.matmul.sending import MAX_DEVICES, DeviceRing
 from tilewright.kernels.matmul.distributed.inputs import CollectiveInputs
 from tilewright.kernels.matmul.distributed.rings import PartsStrategy, gathered_by_parts, scattered_by_parts
 from tilewright.kernels.op.choice import Platform
@@ -103,9 +103,9 @@ def devices_in_order(ctx: mlir.LoweringRuleContext) -> bool:
     return ids == list(range(len(ids)))
 
 
-def ring_of(inputs: CollectiveInputs) -> Ring:
+def ring_of(inputs: CollectiveInputs) -> DeviceRing:
     """The devices of a call."""
-    return Ring(cast(str, inputs.axis), inputs.devices, jax.sharding.get_abstract_mesh().axis_names)
+    return DeviceRing(cast(str, inputs.axis), inputs.devices, jax.sharding.get_abstract_mesh().axis_names)
 
 
 def remote_reasons(inputs: CollectiveInputs, device: Device) -> list[str]:
