@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.kernels.grouped_matmul.conformance import GroupedConformance, check, cotangent_of, inputs_of
-from tests.kernels.grouped_matmul.oracle import oracle
+from tests.kernels.matmul.grouped_conformance import GroupedConformance, check, cotangent_of, inputs_of
+from tests.kernels.matmul.grouped_oracle import oracle
 from tilewright.kernels.matmul.cases import GroupedMatmulCase
 from tilewright.kernels.matmul.hopper.backend import HopperGroupedMatmul
 from tilewright.kernels.matmul.inputs import MatmulInputs

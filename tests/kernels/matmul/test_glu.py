@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.kernels.grouped_matmul.test_sharding import mesh_of, put
 from tests.kernels.matmul.gates import gate_oracle, near
+from tests.kernels.matmul.test_grouped_sharding import mesh_of, put
 from tests.support.suites import sampled
 from tilewright.kernels.matmul.cases import GluCase
 from tilewright.kernels.matmul.xla.params import XlaGluBackwardParams

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from tests.kernels.conftest import A100, H100
-from tests.kernels.grouped_matmul.conformance import CASES, GroupedConformance, check, inputs_of
-from tests.kernels.grouped_matmul.oracle import oracle
-from tests.kernels.grouped_matmul.test_gated import all_of, arrays_of, expected
 from tests.kernels.matmul.gates import near
+from tests.kernels.matmul.grouped_conformance import CASES, GroupedConformance, check, inputs_of
+from tests.kernels.matmul.grouped_oracle import oracle
+from tests.kernels.matmul.test_gated import all_of, arrays_of, expected
 from tests.support.mosaic_interpret import interpret_mosaic
 from tests.support.suites import sampled
 from tilewright.kernels.hopper.matmul.params import MatmulParams

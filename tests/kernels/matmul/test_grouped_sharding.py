@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.kernels.grouped_matmul.test_op import all_of, expected, operands
+from tests.kernels.matmul.test_grouped_op import all_of, expected, operands
 from tests.support.suites import sampled
 from tilewright.modules import grouped_matmul
 

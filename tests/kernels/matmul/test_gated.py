@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tests.kernels.grouped_matmul.conformance import random_sizes
-from tests.kernels.grouped_matmul.oracle import segments
-from tests.kernels.grouped_matmul.test_sharding import mesh_of, put
 from tests.kernels.matmul.gates import gate_oracle, near
+from tests.kernels.matmul.grouped_conformance import random_sizes
+from tests.kernels.matmul.grouped_oracle import segments
+from tests.kernels.matmul.test_grouped_sharding import mesh_of, put
 from tests.support.suites import sampled
 from tilewright.kernels.matmul.cases import GatedGroupedMatmulCase
 from tilewright.kernels.matmul.xla.params import XlaBlockParams, XlaGatedBackwardParams

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.kernels.conftest import A100, H100
-from tests.kernels.grouped_matmul.conformance import CASES, FUZZED, GroupedConformance, check, inputs_of, random_sizes
-from tests.kernels.grouped_matmul.oracle import oracle, segments
+from tests.kernels.matmul.grouped_conformance import CASES, FUZZED, GroupedConformance, check, inputs_of, random_sizes
+from tests.kernels.matmul.grouped_oracle import oracle, segments
 from tilewright.kernels.matmul.cases import GroupedMatmulCase
 from tilewright.kernels.matmul.groups import row_tiles
 from tilewright.kernels.matmul.inputs import MatmulInputs

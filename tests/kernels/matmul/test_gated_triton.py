@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.kernels.conftest import A100, H100
-from tests.kernels.grouped_matmul.conformance import random_sizes
-from tests.kernels.grouped_matmul.test_gated import BASE, arrays_of, expected
 from tests.kernels.matmul.gates import gate_oracle, near, of_arguments
+from tests.kernels.matmul.grouped_conformance import random_sizes
+from tests.kernels.matmul.test_gated import BASE, arrays_of, expected
 from tests.kernels.matmul.test_glu import arrays_of as glu_arrays_of
 from tests.support.suites import sampled
 from tilewright.kernels.matmul.inputs import MatmulInputs

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.grouped_matmul.oracle import Found, oracle
+from tests.kernels.matmul.grouped_oracle import Found, oracle
 from tests.support.suites import sampled
 from tilewright.kernels.matmul.cases import GroupedMatmulCase
 from tilewright.kernels.matmul.inputs import MatmulInputs

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.kernels.conftest import H100
-from tests.kernels.grouped_matmul.conformance import FUZZED, GroupedConformance, check, cotangent_of, inputs_of
-from tests.kernels.grouped_matmul.oracle import oracle
+from tests.kernels.matmul.grouped_conformance import FUZZED, GroupedConformance, check, cotangent_of, inputs_of
+from tests.kernels.matmul.grouped_oracle import oracle
 from tilewright.kernels.matmul.cases import GroupedMatmulCase
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.xla.backend import XlaGroupedMatmul

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.conftest import H100
-from tests.kernels.grouped_matmul.conformance import CASES, GroupedConformance, inputs_of
+from tests.kernels.matmul.grouped_conformance import CASES, GroupedConformance, inputs_of
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.xla.ragged_dot import RaggedDot
 from tilewright.kernels.op.backend import Backend

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import tilewright
-from tests.kernels.grouped_matmul.conformance import FUZZED, check, random_sizes
-from tests.kernels.grouped_matmul.oracle import oracle
+from tests.kernels.matmul.grouped_conformance import FUZZED, check, random_sizes
+from tests.kernels.matmul.grouped_oracle import oracle
 from tilewright.kernels.matmul import reference
 from tilewright.kernels.matmul.cases import GROUPED_CASES, GroupedMatmulCase
 from tilewright.kernels.matmul.inputs import MatmulInputs
