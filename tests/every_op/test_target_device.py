@@ -1,5 +1,7 @@
 """Every op for devices that are not here: what is explained is what is lowered, and nothing else."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -7,9 +9,12 @@ import pytest
 
 import tilewright
 from tests.every_op.matrix import call_of, every_op
-from tilewright.ops import find_labels_in_lowered
+from tilewright.kernels import OPS, kernel
+from tilewright.ops import default_executor, find_labels_in_lowered
+from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.lowering.labels import is_call_label, parse_label
 
+ROOT = Path(__file__).parents[2]
 DEVICES = {"NVIDIA A100-SXM4-80GB": "cuda", "NVIDIA H200": "cuda", "TPU v5 lite": "tpu"}
 
 
@@ -62,3 +67,22 @@ def test_a_call_there_is_an_error(op: str):
     with tilewright.target_device("NVIDIA H200"), pytest.raises(tilewright.TargetDeviceError, match="nothing runs"):
         function(*arrays)
     function(*arrays)
+
+
+@pytest.mark.usefixtures("without_builds")
+def test_the_capability_page_names_the_backends_that_come_first_on_an_h100() -> None:
+    page = (ROOT / "docs" / "capabilities.md").read_text()
+    sentence = page.partition("On an H100 the preferred backend is ")[2].partition(".")[0]
+    by_op: dict[str, str] = {}
+    for word in re.findall(r"`(\w+)`", sentence):
+        if word in OPS:
+            by_op[word] = backend
+        else:
+            backend = word
+    assert {"flash_attention", "grouped_matmul", "linear_cross_entropy", "matmul", "rms_norm"} <= by_op.keys()
+    for op, backend in by_op.items():
+        cases = kernel(op).cases
+        arrays, options = cases.options.get("bfloat16", cases.small).arguments()
+        with tilewright.target_device("NVIDIA H100 80GB HBM3"):
+            chosen = default_executor().explain(kernel(op), *map(struct_like, arrays), quiet=True, **options)
+        assert {each.config.backend for each in chosen.choices} == {backend}, op
