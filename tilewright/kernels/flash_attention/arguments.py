@@ -86,7 +86,7 @@ def dropout(dropout_prob: object, dropout_seed: object) -> tuple[float, Any]:
     if prob > 0.0 and dropout_seed is None:
         raise ValueError(f"dropout_seed is needed with {dropout_prob=}: an int, uint32[2], or a jax.random key")
     seed = None if dropout_seed is None else seed_words(dropout_seed)
-    # What the generator cannot draw is no dropout, which every backend serves.
+    # A probability that rounds to 0 in the generator is no dropout, and every backend serves that.
     return (prob, seed) if drawn_probability(prob) > 0.0 else (0.0, None)
 
 

@@ -125,7 +125,7 @@ def score_arrays(inputs: AttentionInputs, backward: bool) -> dict[str, Any]:
     q_rows, kv_rows = parts.rows(q_length, kv_length) if parts.has_rows else (None, None)
     matrix = None if parts.matrix is None else parts.matrix.materialise(q_length, kv_length).astype(jnp.uint8)
     key_ranges = query_ranges = None
-    # Of a band alone kernels compute the ranges themselves.
+    # Kernels compute the ranges of a pure band themselves.
     if inputs.mask is not None and (parts.has_rows or matrix is not None):
         key_ranges = visible_ranges(inputs.mask, q_length, kv_length)
         query_ranges = visible_ranges(inputs.mask, q_length, kv_length, transposed=True) if backward else None

@@ -117,7 +117,7 @@ class BackwardRows(NamedTuple):
     Attributes:
       out, d_out: in the query's dtype.
       lse, d_lse: in float32.
-      fully_masked: ``[batch, heads, q_length]``, True for fully masked rows; None if there is none.
+      fully_masked: ``[batch, heads, q_length]``, True for fully masked rows; None without any.
     """
 
     out: jax.Array

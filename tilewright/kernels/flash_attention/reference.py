@@ -98,7 +98,7 @@ def _rows(inputs: AttentionInputs, dtype: jnp.dtype, start: int | Array, size: i
         rows = bias if bias.shape[2] == 1 else lax.dynamic_slice_in_dim(bias, start, size, 2)
         scores = scores + rows.astype(dtype)
     if inputs.position_bias is not None:
-        # Differences are exact in the dtype of the logits alone.
+        # Differences are exact only in the dtype of the logits.
         position_bias = dataclasses.replace(inputs.position_bias, values=inputs.position_bias.values.astype(dtype))
         scores = scores + position_bias.tile(start, size, 0, kv_length, kv_length)
     if inputs.logits_soft_cap is not None:

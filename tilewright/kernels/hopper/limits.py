@@ -58,8 +58,8 @@ class RegisterSplit(NamedTuple):
 REGISTERS = MappingProxyType({2: RegisterSplit(240, 24), 3: RegisterSplit(160, 32)})
 """By the number of consumer warpgroups, beside a producer."""
 
-# Each split of three warpgroups adds up to 504, those of four to 512. More is no error but a hang: setmaxnreg waits for
-# registers that nobody gives up (208 + 208 + 96 in three warpgroups, docs/notes/hopper_attention.md).
+# Each split of three warpgroups adds up to 504, those of four to 512. More is not an error but a hang: setmaxnreg waits
+# for registers that no warpgroup releases (208 + 208 + 96 in three warpgroups, docs/notes/hopper_attention.md).
 NARROW_REGISTERS = RegisterSplit(232, 40)
 """The split of two consumers whose accumulators are narrow, and which leave registers to the producer."""
 

@@ -227,6 +227,6 @@ def store_tile(source: Ref, target: Ref, first: int = 0) -> None:
 
 def _columns(array: Ref, start: int, width: int) -> Ref:
     """Columns of a panel in global memory, which may hang over the end."""
-    # A constant that hangs over the end is refused; `axis_index * 0` is none while the kernel is traced.
+    # Pallas refuses a constant slice that reaches past the end; `axis_index * 0` is not a constant while it traces.
     hangs_over = start + width > array.shape[-1]
     return array.at[:, pl.ds(lax.axis_index("program") * 0 + start if hangs_over else start, width)]

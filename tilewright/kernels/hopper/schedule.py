@@ -181,7 +181,7 @@ def over_items(lists: ItemLists[Ref], one: WarpgroupRole) -> Scalar:
     """Calls ``first = one(item_index, item, first)`` for the items of this program; returns the last ``first``."""
     starts_ref, items_ref = lists
     program = lax.axis_index("program")
-    if starts_ref is None:  # without a loop, and what it keeps in registers
+    if starts_ref is None:  # no loop, whose carry would take registers
         return one(0, items_ref[program], 0)
     start, end = starts_ref[program], starts_ref[program + 1]
 

@@ -90,7 +90,7 @@ def online_softmax(
     if natural:
         m_new = jnp.maximum(m, logits.max(axis=1))
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if guarded else m_new
-        # 0 before a row's first visible key, where m was −∞: what it rescales is 0 as well.
+        # 0 before a row's first visible key, where m was −∞: O and l, which it rescales, are 0 there as well.
         alpha = jnp.exp2((m - shift) * multiplier)
         p = jnp.exp2((logits - across(shift, logits.shape[1])) * multiplier)
         return SoftmaxTile(p, alpha, m_new, row_sum * alpha + p.sum(axis=1))

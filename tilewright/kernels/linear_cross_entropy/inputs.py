@@ -27,7 +27,7 @@ class VocabularyInputs(OpInputs, abc.ABC):
     Attributes:
       heads: the names of the tokens' vectors ``[*tokens, d]`` and of their matrix, which is ``[d, vocab]``, or
         ``[vocab, d]`` with ``vocab_first``; of each linear head.
-      is_part: the vocabulary is a part, of which there are statistics alone.
+      is_part: the vocabulary is a part of the whole one, and the results are its statistics.
       is_distributed: tokens may be split over devices by XLA, so a loop over blocks of them would gather them.
     """
 
@@ -147,7 +147,7 @@ class LossInputs(VocabularyInputs):
 
     def losses(self, statistics: Sequence[Any], vocab: int) -> Any:
         lse, label_logit, logit_sum = statistics
-        # The difference first: what is large in both cancels before anything small is added.
+        # Take the difference first: the large terms cancel before a small one is added.
         loss = lse - label_logit
         if self.label_smoothing and logit_sum is not None:
             loss = loss + self.label_smoothing * (label_logit - logit_sum / vocab)
@@ -202,7 +202,7 @@ class LossResults:
         backend makes and takes. Of the cross-entropy log Σ exp(logits), the label's logit, NaN for a label that is
         wrong, and only with label smoothing the sum of the logits; of the divergence lse of student and of teacher, and
         their difference (``losses.py``).
-      total: the sum of the weighted losses, or ``[*tokens]``; ``None`` for statistics alone.
+      total: the sum of the weighted losses, or ``[*tokens]``; ``None`` if only statistics are wanted.
       count: the sum of the weights of tokens that count; ``None`` unless ``total`` is a sum.
       d_x, d_weight, d_bias: gradients of ``total`` in the shapes of their arrays, if the call keeps them. They are
         computed beside the loss, or by a backend that recomputes in further kernels, which are no part of a compiled

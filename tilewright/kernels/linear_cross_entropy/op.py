@@ -89,9 +89,9 @@ class LinearCrossEntropy(VocabularyLoss[LossInputs]):
         given = None if token_weights is None else token_weights_array(token_weights, tokens)
         epsilon = None if gradient_epsilon is None else positive("gradient_epsilon", gradient_epsilon)
         if epsilon is not None and axis_name is not None:
-            # A device knows the probabilities in its own part alone.
+            # A device knows only the probabilities of its own part.
             raise ValueError(f"{gradient_epsilon=} is not taken with a split vocabulary, {axis_name=}")
-        # Labels of a part alone; those of others are no mistake. Which axis it is does not change the program, so its
+        # Labels of this part only; those of other parts are not an error. The axis does not change the program, so its
         # name is in no key, and a tuning outside of shard_map serves calls inside.
         canonical = labels_array(labels, tokens, vocab, ignored if axis_name is None else IGNORED)
         arrays = [each for each in (rows, matrix, added, given, canonical) if each is not None]
@@ -161,7 +161,7 @@ class LinearCrossEntropy(VocabularyLoss[LossInputs]):
         return dataclasses.replace(found, **dict(zip(("d_x", "d_weight", "d_bias"), kept, strict=False)))
 
     def run(self, inputs: LossInputs, *, cfg: Choice) -> Any:  # type: ignore[override]
-        """The loss alone: a kernel that keeps what gradients are made from would do so for nothing."""
+        """Computes only the loss: nothing will read what a kernel keeps for gradients."""
         return super().run(inputs.replace(keeps_gradients=False), cfg=cfg)
 
     def sampled(self, inputs: LossInputs, key: jax.Array) -> LossInputs:

@@ -144,13 +144,13 @@ _of_all_devices.defvjp(lambda x, axes: (_of_all_devices(x, axes), None), _of_all
 
 
 def local_labels(labels: jax.Array, part: int, axis_name: AxisName) -> jax.Array:
-    """Labels in a device's part of the vocabulary, for statistics of which none is ignored.
+    """Labels in a device's part of the vocabulary; labels of other parts are not ignored.
 
     Args:
       labels: canonical, with ``IGNORED``, of the whole vocabulary.
       part: classes of each device.
     """
-    # A label of another part is no class of this one: its logit comes from the device that has it.
+    # A label of another part is past the classes of this one: its logit comes from the device that has it.
     own = labels - lax.axis_index(axis_name).astype(jnp.int32) * part
     inside = (own >= 0) & (own < part)
     return jnp.where(labels == IGNORED, IGNORED, jnp.where(inside, own, part))

@@ -138,7 +138,7 @@ def group_offset_of(random: np.random.Generator, groups: int, matrices: int) -> 
 
 
 def _scale(random: np.random.Generator, kind: Scaling, shape: tuple[int, ...], blocked: tuple[int, ...]) -> Any:
-    """A scale for an array of ``shape`` of which the axes ``blocked`` are in blocks."""
+    """A scale for an array of ``shape``, by blocks along the axes ``blocked``."""
     if kind == "none":
         return None
     blocks = tuple(-(-size // SCALE_BLOCK) if axis in blocked else size for axis, size in enumerate(shape))

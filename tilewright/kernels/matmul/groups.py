@@ -35,7 +35,7 @@ def matrix_bounds(inputs: MatmulInputs) -> tuple[Any, Any]:
     starts, ends = row_bounds(group_sizes, inputs.lhs.shape[0])
     if group_offset is None:
         return starts, ends
-    # The sum of a hostile offset and an index wraps around, but only to a number that is no group either.
+    # A hostile offset plus an index may wrap around, but only to another number that is not a group.
     groups = group_offset + jnp.arange(matrices, dtype=jnp.int32)
     exists = (groups >= 0) & (groups < group_sizes.shape[0]) & (group_offset > -matrices)
     clipped = jnp.clip(groups, 0, group_sizes.shape[0] - 1)
@@ -93,7 +93,7 @@ def row_tiles(starts: jax.Array, ends: jax.Array, which: jax.Array, rows: int, b
     last = prefix_sums(counts)
     segments = starts.shape[0]
     index = jnp.arange(min((rows + segments * (block_rows - 1)) // block_rows, rows), dtype=jnp.int32)[:, None]
-    # Sums over the segments of what is 0 but for the tile's own: one reduction gives all, in one kernel on a GPU.
+    # Mask every field to the tile's own segment and sum over segments: one reduction, one kernel on a GPU.
     own = (index >= last - counts) & (index < last)
 
     def of_tile(value: jax.Array) -> jax.Array:

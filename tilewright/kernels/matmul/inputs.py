@@ -36,13 +36,13 @@ class MatmulInputs(OpInputs):
       rhs: ``[k, n]``, or ``[n, k]`` if it is transposed; with groups ``[matrices, ...]``, as many as groups without an
         offset. Of a gated op the gate's.
       out_dtype: the name of the dtype of the result and of the pre-activations.
-      up: as rhs, of a gated op; ``None`` for the product with rhs alone.
+      up: as rhs, of a gated op; ``None`` to multiply only with rhs.
       group_sizes: ``None`` for one matrix that all rows are multiplied with.
       group_offset: the group of the first matrix, possibly none that exists; ``None`` for 0.
       lhs_scale, rhs_scale: ``None``, a scalar, or a scale for each block, in the layout of its operand; with groups and
         without a gate alone.
-      activation: of a gated op, of which nothing is transposed.
-      transpose_lhs: without groups alone.
+      activation: of a gated op, which transposes nothing.
+      transpose_lhs: only without groups.
       keeps: False to a forward pass whose pre-activations are not used.
     """
 

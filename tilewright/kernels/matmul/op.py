@@ -1,4 +1,4 @@
-"""The base class of all matmuls: what a call returns, keeps and costs, whatever of groups, gate and scales it has."""
+"""The base class of all matmuls: what a call returns, keeps and costs, with or without groups, gate and scales."""
 
 import abc
 from typing import Any, cast
@@ -39,11 +39,11 @@ class MatmulKernel(PortfolioKernel[MatmulInputs, MatmulResults], abc.ABC):
         return super().run(inputs.replace(keeps=False), cfg=cfg)
 
     def residuals(self, results: MatmulResults) -> Any:
-        """Both pre-activations; without a gate the backward pass needs the operands alone."""
+        """Both pre-activations; without a gate the backward pass needs only the operands."""
         return results[1:]
 
     def cotangents(self, inputs: MatmulInputs, residuals: Any, cotangents: tuple[Any, ...]) -> Any:
-        """The cotangents of the result alone."""
+        """Only the cotangents of the result."""
         return cotangents[0]
 
     def partitioning(self, inputs: MatmulInputs) -> Partitioning | None:

@@ -89,7 +89,7 @@ def matmul_partitioning(inputs: MatmulInputs) -> Partitioning | None:
         ),
         results=PartitionSpec(*split.rows, split.n),
         gradients={
-            # Each row has a matrix on one device alone.
+            # Only one device has the matrix of a row.
             "lhs": GradientParts(
                 rows, axis_names(split.n) + axis_names(split.matrices), typed_spec(inputs.lhs), disjoint=split.n is None
             ),

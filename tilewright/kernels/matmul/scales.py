@@ -17,7 +17,7 @@ def expanded(scale: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) ->
 
 
 def factor(*scales: Any) -> Any:
-    """The product of the scales that are numbers; ``None`` if there is none."""
+    """The product of the scales that are numbers; ``None`` without any."""
     numbers = [scale for scale in scales if scale is not None and scale.ndim == 0]
     return None if not numbers else numbers[0] if len(numbers) == 1 else numbers[0] * numbers[1]
 

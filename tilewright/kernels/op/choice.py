@@ -64,7 +64,7 @@ class PerDirection:
 
 
 class CommonConfig(abc.ABC):
-    """A config in terms that many backends share, of which a `Choice` is made for each call."""
+    """A config in terms that many backends share; each call makes a `Choice` of it."""
 
     __slots__ = ()
 

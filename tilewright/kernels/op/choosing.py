@@ -35,7 +35,7 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
 
     def heuristic_cfg(self, inv: Call) -> Choice:
         """The best choice that needs no build first, or else the best one."""
-        # A build may take minutes of nvcc, so without measurements a call prefers what is ready.
+        # A build may take minutes of nvcc, so without measurements a call prefers a backend that is built.
         for each in itertools.chain([self.preferred_cfg(inv)], self._by_preference(inv)):
             if not missing_builds(self.config_builds(inv, each)):
                 return each
@@ -327,7 +327,7 @@ def _choice_of(backend: AnyBackend, inputs: OpInputs, inv: Call) -> Choice:
 
 
 def _first_params(backend: AnyBackend, inputs: OpInputs, device: Device, direction: Direction) -> Any:
-    """The heuristic params, or the first candidate if they do not repeat as they should; None: there is none."""
+    """The heuristic params, or the first candidate if they do not repeat as they should; None if none does."""
     params = backend.heuristic(inputs, device, direction)
     if not _repeat_reasons(backend, params):
         return params

@@ -106,7 +106,7 @@ class DistributedOp[Inputs: DistributedInputs, Results](ChoosingOp[Inputs, Resul
         """Raises unless there is a plan of the name that the caller gave, which can serve the call.
 
         Raises:
-          ValueError: there is none, or it cannot.
+          ValueError: no plan has the name, or it cannot serve the call.
         """
         if inputs.strategy == "auto":
             return

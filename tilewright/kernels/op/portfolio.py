@@ -145,6 +145,6 @@ def without_x64(operands: object) -> AbstractContextManager[None]:
     backend is the same program whether x64 is enabled or not.
     """
     dtypes = (leaf.dtype for leaf in jax.tree.leaves(operands) if isinstance(leaf, jax.Array | np.ndarray))
-    # Only numbers count: PRNG keys have extended dtypes, which are no numbers.
+    # Only numbers count: PRNG keys have extended dtypes, which are not numbers.
     has_64_bits = any(jnp.issubdtype(dtype, np.number) and dtype.itemsize >= 8 for dtype in dtypes)
     return contextlib.nullcontext() if has_64_bits else jax.enable_x64(False)

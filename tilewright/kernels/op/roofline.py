@@ -36,7 +36,7 @@ class Peaks:
     """Rated peaks of a device.
 
     Attributes:
-      flops: FLOP/s of dense 16-bit matmuls; matmuls of wider operands are no faster.
+      flops: FLOP/s of dense 16-bit matmuls; matmuls of wider operands are not faster.
       bandwidth: bytes per second of device memory.
       cache: bytes of on-chip memory, which may hold arrays that the caller has just written.
     """

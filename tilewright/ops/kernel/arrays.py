@@ -153,7 +153,7 @@ def first_sharding(avals: Iterable[object]) -> jax.sharding.NamedSharding | None
 
 def explicit_sharding(aval: object) -> jax.sharding.NamedSharding | None:
     """The sharding in the type of a traced value, which shows explicit axes only; ``None`` if no axis is sharded."""
-    # Types that are no arrays have none.
+    # Types that are not arrays have no sharding.
     sharding: jax.sharding.NamedSharding | None = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty or all(axes is None for axes in sharding.spec):
         return None

@@ -170,7 +170,7 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         return cast("Cfg", cfg)
 
     def config_type(self, inv: "Invocation[Cfg, Out]") -> type[Cfg]:
-        """The type of a call's configs, to read them from a file; imports the classes of which they consist."""
+        """The type of a call's configs, to read them from a file; imports the classes of their fields."""
         return type(self.heuristic_cfg(inv))
 
     def types_cfg(self, *, is_split: bool) -> Cfg | None:

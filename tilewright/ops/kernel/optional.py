@@ -15,7 +15,7 @@ PLATFORMS: Mapping[str, tuple[str, ...]] = {
 
 
 def platform_hook(kernel: Kernel[Any, Any], cfg: object, device: Device) -> Callable[..., Any]:
-    """The most specific ``run_<platform>`` for the config's or else the device's platform; ``run`` if there is none."""
+    """The most specific ``run_<platform>`` for the config's or else the device's platform; ``run`` without any."""
     hooks = {
         "triton": kernel.run_triton,
         "pallas": kernel.run_pallas,

@@ -14,7 +14,7 @@ def record_invocation(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> No
     """Records an invocation, and from then on every further one of the same kernel.
 
     Raises:
-      TypeError: ``inv`` is no invocation.
+      TypeError: ``inv`` is not an invocation.
       ValueError: the invocation is of another kernel.
     """
     if not isinstance(inv, Invocation):

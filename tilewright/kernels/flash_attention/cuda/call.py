@@ -88,7 +88,7 @@ class CudaCall:
                 folded[name] = array
                 continue
             folded[name] = into_batch(array, is_mapped, size, batch)
-        # Not the shapes of the arrays, of which one whose first dimension is 1 may stand for all elements.
+        # Not from the shapes of the arrays: one whose first dimension is 1 may be broadcast to all elements.
         operands = {name: getattr(self.inputs, name) for name in ("query", "key", "value")}
         structs = {name: jax.ShapeDtypeStruct((size * batch, *x.shape[1:]), x.dtype) for name, x in operands.items()}
         bias = struct_like(folded["bias"]) if "bias" in folded else None

@@ -92,7 +92,7 @@ class CudnnMask:
         """Converts a mask to which ``reasons`` has no objection."""
         parts = MaskParts.of(mask)
         lowest, highest = parts.band.lowest, parts.band.highest
-        # A bound that no pair of a query and a key reaches is none.
+        # Drop a bound that no pair of a query and a key reaches.
         return cls(highest < kv_length - 1, None if lowest <= 1 - q_length else 1 - lowest, parts)
 
     def reasons(self, q_length: int, kv_length: int) -> list[str]:

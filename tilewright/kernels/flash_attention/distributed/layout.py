@@ -69,7 +69,7 @@ def zigzag(x: ArrayLike, axis: int, shards: int) -> jax.Array:
       shards: devices over which the sequence will be split, n.
 
     Raises:
-      ValueError: the size is no multiple of ``2 * shards``.
+      ValueError: the size is not a multiple of ``2 * shards``.
     """
     return _reordered(x, axis, shards, _zigzag_order(shards))
 
@@ -83,7 +83,7 @@ def unzigzag(x: ArrayLike, axis: int, shards: int) -> jax.Array:
       shards: as given to ``zigzag``.
 
     Raises:
-      ValueError: the size is no multiple of ``2 * shards``.
+      ValueError: the size is not a multiple of ``2 * shards``.
     """
     return _reordered(x, axis, shards, np.argsort(_zigzag_order(shards)))
 

@@ -42,7 +42,7 @@ ARRAY_POSITIONS = 1.5
 """Time of kernels that read positions from arrays relative to those with a band of indices, both passes together.
 
 Fitted to one run; that the arrays are the reason is likely, not shown.
-Two H100, causal, 8192 tokens each, 32 heads on 8, head dim 128: gathered keys take 10.1 ms, of which the model has 6.7
+Two H100, causal, 8192 tokens each, 32 heads on 8, head dim 128: gathered keys take 10.1 ms; the model predicts 6.7
 without this factor (benchmarks/results/nvidia-h100-80gb-hbm3/context_parallel_first.json).
 """
 
@@ -119,7 +119,7 @@ def predicted_ms(inputs: ContextInputs) -> dict[StrategyName, float]:
 
 
 def _ring_ms(work: Sequence[float], inputs: ContextInputs) -> float:
-    """Milliseconds of a ring's steps, of which the device that has the most to do takes ``work`` forward."""
+    """Milliseconds of a ring's steps; ``work`` is the forward time of the busiest device in each."""
     hop = key_bytes(inputs) / LINK_BYTES
     total = 0.0
     for number, ms in enumerate(work):
@@ -128,7 +128,7 @@ def _ring_ms(work: Sequence[float], inputs: ContextInputs) -> float:
         # Keys and values go on, and their gradients follow in float32.
         sent = (0 if last else hop) + (2 * hop if number else 0)
         total += max(BACKWARD * ms, sent + COLLECTIVE_MS if sent else 0.0)
-    # The partial result and dQ are read and written in float32, and what is added to them is read.
+    # A merge reads and writes the partial result and dQ in float32, and reads the addends.
     merging = 10 * (query_bytes(inputs) / inputs.query.dtype.itemsize) / MEMORY_BYTES * (len(work) - 1)
     home = hop + COLLECTIVE_MS if len(work) > 1 else 0.0
     return total + 2 * STEP_MS * len(work) + merging + home

@@ -12,13 +12,13 @@ kernels of the step write, so XLA runs both at once. An ``optimization_barrier``
 ahead with the transfers of later steps, each of which needs memory for another shard.
 
 XLA has one ``collective-permute`` under way at a time, and waits at once for all others. So what travels together is
-one array: the bits of keys, values, ids and gradients one after another, of which kernels read slices.
+one array: the bits of keys, values, ids and gradients one after another; kernels read slices of it.
 
 Kernels round what they compute in a step to the query's dtype, in which those of the first step wait for the second;
 every sum is float32. A branch of a step combines its results with the rows of the sums that they belong to, and rounds
 them in the last step: each sum is read and written once in a step.
 
-NCCL moves data by CTAs, of which each takes an SM. A kernel with one CTA on every SM for its whole time starts on some
+NCCL moves data by CTAs, each of which takes an SM. A kernel with one CTA on every SM for its whole time starts on some
 of them only when the transfer ends, and takes so much longer. So kernels beside a hop are told of it.
 """
 
@@ -60,7 +60,7 @@ class Keys(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Travelling:
-    """The keys, values and ids of a device as one array of their bits, of which None stands for its own.
+    """The keys, values and ids of a device as one array of their bits; None stands for its own.
 
     Attributes:
       own: those with which the device begins.
@@ -257,7 +257,7 @@ def _backward(cfg: object, residuals: Any, cotangents: Any) -> tuple[ContextInpu
     # Complete, so that the rounding that comes anyway may come before the last hop, which nothing hides.
     complete = gradients.astype(key.dtype)
     d_key, d_value = travelling.gradients(_hop(complete, inputs.axis, -steps[-1].shift if steps else 0))
-    # Of the sinks and the rows alone.
+    # From only the sinks and the rows.
     plain = AttentionInputs(query, key, value, 1.0, softmax_aux=sinks)
     d_sinks = sinks_gradient(plain, *row_terms(plain, out, lse, d_out, d_lse if inputs.return_lse else None))
     of_arrays = {**dict.fromkeys(inputs.arrays), "query": d_query.astype(query.dtype), "key": d_key, "value": d_value}
@@ -268,7 +268,7 @@ ring_attention.defvjp(_forward, _backward)
 
 
 def _over_steps(steps: Sequence[Step], step: Callable[..., Any], carry: Any) -> Any:
-    """The carry after all steps, of which like ones are a loop."""
+    """The carry after all steps; runs of like steps are a loop."""
     for segment in segments(steps):
         shifts = np.array([each.shift for each in segment.steps], np.int32)
         choices = np.array([each.choice for each in segment.steps], np.int32)
@@ -286,7 +286,7 @@ def _looped(step: Callable[..., Any], segment: Segment, carry: Any, turn: Turn) 
 
 
 def _widened[T](carry: T) -> T:
-    """A carry whose sums have the dtype of accumulation; the bits that travel are no floats."""
+    """A carry whose sums have the dtype of accumulation; the bits that travel are not floats."""
     return jax.tree.map(
         lambda x: x.astype(accumulation_dtype(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x, carry
     )
@@ -420,7 +420,7 @@ def _placed(
 def _summed(parts: Sequence[tuple[Range, jax.Array]], shape: tuple[int, ...], axis: int, like: jax.Array) -> jax.Array:
     """The sum of parts in ranges of an axis that may overlap, in float32 or wider."""
     dtype = accumulation_dtype(like.dtype)
-    # Padded rather than added in place: that is a scatter, at one of which jaxlib 0.11.2 crashed while compiling.
+    # Pad rather than add in place: the latter is a scatter, and jaxlib 0.11.2 crashed while compiling one.
     padded = [_placed([(where, part.astype(dtype))], shape, axis, like) for where, part in parts]
     return functools.reduce(jnp.add, padded) if padded else _placed([], shape, axis, like).astype(dtype)
 

@@ -67,7 +67,7 @@ def _call(inputs: ContextInputs, mask: Mask | None, cfg: object) -> Results:
     )  # fmt: skip
     if inputs.return_lse:
         return cast(Results, found)
-    # Nobody reads it: XLA removes it with the transfers that it would need.
+    # It is unused: XLA removes it with its transfers.
     return found, jnp.zeros((query.shape[0], query.shape[2], query.shape[1]), accumulation_dtype(query.dtype))
 
 

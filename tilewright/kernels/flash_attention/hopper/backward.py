@@ -355,7 +355,7 @@ class ProbabilityTiles(NamedTuple):
     Attributes:
       dv: operand of dV = ``dv``·dO, before the dropout.
       ds: factor of dS = ``ds`` ∘ (dP − delta), where dP is scaled or dropped.
-      bits: of ``draw_kept``, which say what is dropped of dP.
+      bits: of ``draw_kept``, the elements of dP that dropout keeps.
     """
 
     dv: jax.Array
@@ -398,7 +398,7 @@ def softmax_tile(tiles: StepTiles, s: jax.Array, bits: jax.Array | None) -> Prob
     # instead of 40 (docs/notes/hopper_attention.md).
     # The derivative of c · tanh(x / c) is 1 − tanh²: a factor of dS, not of dV.
     p_slope = p if tanh is None else p * (1 - tanh * tanh)
-    # Softmax comes before the dropout: the factor of dS is P with what is dropped.
+    # Softmax comes before dropout: the factor of dS is P before it.
     p_dv = rounded(p)
     p_ds = p_dv if tanh is None else rounded(p_slope)
     return ProbabilityTiles(p_dv, p_ds, bits)
@@ -503,7 +503,7 @@ def store_dk_dv(tile: KeyTile, dk: jax.Array, dv: jax.Array) -> None:
     if ctx.options.dropout_prob:
         # P lacks the dropout's factor: it is applied to the sum once, not to every tile.
         dv = dv * (1 / (1 - ctx.options.dropout_prob))
-    # Without buffers there is no TMA store to wait for; padded rows take what is beyond the end.
+    # Without buffers there is no TMA store to wait for; writes beyond the end go to padded rows.
     if ctx.plan.stores_from_registers:
         store_unoptimised(results.d_value.at[tile.batch, rows, tile.key_part], dv.astype(dtype))
         store_unoptimised(results.d_key.at[tile.batch, rows, tile.key_part], (dk * ctx.options.scale).astype(dtype))

@@ -52,7 +52,7 @@ def accumulate_dq_of_item(ctx: KeyValueContext, item_index: Scalar, item: Scalar
             pl.when(step.index - first < conversion.pieces)(lambda: conversion.convert(step.index - first))
 
     last = over_query_steps(ctx, item, first, one, None)
-    # First of all: the producer loads the next item's K while this warpgroup converts what is left.
+    # First of all: the producer loads the next item's K while this warpgroup converts the remaining rows of dQ.
     ctx.scratch.k.release(item_index)
     # Counted last: a full counter promises that all reductions of a head are in global memory.
     if conversion is not None:

@@ -29,7 +29,7 @@ class QueuedItem:
       index: its index in the queue.
       next_item: the item after it, −1 behind the last.
       loads: whether its keys and values are loaded for it; else they are those of the item before, still in the rings.
-      frees: whether its keys and values leave the rings with it; else the item after it has the same, or there is none.
+      frees: whether its keys and values leave the rings with it; else the next item, if any, reads the same.
     """
 
     index: Scalar

@@ -201,7 +201,7 @@ def transposed(arrays: ScoreArrays, stages_bias: bool = False) -> ScoreArrays:
     """The arrays for tiles ``[keys, queries]``, with matrices transposed: loads across rows cannot be vectorised.
 
     Args:
-      stages_bias: whether the bias passes through shared memory, out of which it is read transposed.
+      stages_bias: whether the bias passes through shared memory, from which it is read transposed.
     """
     found = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 2, 3) if leaf.ndim == 4 else leaf, arrays)
     return dataclasses.replace(found, bias=arrays.bias) if stages_bias else found
@@ -237,7 +237,7 @@ class TileCoord:
         return self._positions(axis, 0)
 
     def between(self, lowest: int, highest: int) -> jax.Array:
-        """Mask of ``lowest <= key - query <= highest``; a bound of ``FAR`` or more is none."""
+        """Mask of ``lowest <= key - query <= highest``; a bound of ``FAR`` or more does not mask."""
         # A thread's columns are its own offset plus constants. Nothing but the constants may stand on the one side of
         # the comparison: the compiler would keep a register for each column through the loop.
         along = self._positions(1, 0)

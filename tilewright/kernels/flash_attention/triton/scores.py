@@ -109,7 +109,7 @@ def store_tile(
     tensor, values, head, start, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile of a head's rows in the dtype of ``tensor``; leaves out what is beyond the length or the width."""
+    """Stores a tile of a head's rows in the dtype of ``tensor``; leaves out elements beyond the length or the width."""
     rounded = values.to(tensor.dtype.element_ty)
     if TMA:
         target = tile_source(tensor, length, HEADS, BLOCK, DIM, WIDTH, TMA)

@@ -11,7 +11,7 @@ _RATES = measured_rates("H100")
 """The model takes every Hopper GPU for an H100 with its number of SMs: on the others nothing was measured."""
 
 NARROW_WRITES = 0.9
-"""Share of the rate of writes with tiles whose rows are no multiple of 256 bytes, 192 columns."""
+"""Share of the rate of writes with tiles whose rows are not a multiple of 256 bytes, 192 columns."""
 
 STORE_BYTES = 100e9
 """Bytes/s of the store of a CTA's tile, which no MMA overlaps with if all consumers share the tile."""

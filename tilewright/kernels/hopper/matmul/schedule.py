@@ -15,7 +15,7 @@ class Work(NamedTuple):
 
     Attributes:
       row, column: of the tile's first element.
-      matrix: of the stacked operands and results; None if there are none.
+      matrix: index into stacked operands and results; None if they are not stacked.
       k: the first element of the range of K.
       steps: K steps; 0 gives zeros.
       row_end: the row behind the last one that is stored, or None: all that the result has.

@@ -133,7 +133,7 @@ class Outgoing:
       count: pieces; -1 where nothing is sent and no device waits.
       source: of a piece, on this device.
       target: the same on the other one.
-      signal: what is done when all have arrived.
+      signal: called when all pieces have arrived.
     """
 
     buffers: PieceBuffers

@@ -30,7 +30,7 @@ SERVED_BY_LOOPS = frozenset({"token_weights", "z_loss", "is_part", "keeps_gradie
 class Blocks(Protocol):
     """Fields of a config that the loops read.
 
-    ``block_tokens`` is ``None`` for all tokens as they lie, of which nothing is kept.
+    ``block_tokens`` is ``None`` for all tokens in place, with nothing kept.
     """
 
     @property
@@ -144,7 +144,7 @@ def _forward_keeping(inputs: LossInputs, kernels: LogitKernels, block_tokens: in
         found, d_x, totals = carry
         x, labels = rows_of(flat.x, rows), rows_of(flat.labels, rows, IGNORED)
         *parts, kept = kernels.statistics(x, labels, keep=True)
-        # The gradients of Σ w t: what it is divided by, and its own cotangent, are one factor of the backward pass.
+        # These are gradients of Σ w t. The divisor of the mean and the cotangent are one factor in the backward pass.
         weights = rows_of(flat.token_weights, rows)
         cotangents = of_statistics(inputs.replace(labels=labels, token_weights=weights), parts[0], one)
         tokens = Tokens(labels, jnp.where(labels == IGNORED, jnp.inf, parts[0]), cotangents, parts[1])

@@ -34,7 +34,7 @@ class TokenBlocks:
         return cls(valid, order, valid.sum(dtype=jnp.int32), at_most(valid.shape[0], size))
 
     def over[T](self, step: Callable[[jax.Array, jax.Array, T], T], init: T, operands: object) -> T:
-        """``step(first place, token indices, carry)`` over all blocks; an index behind the last is no token's."""
+        """``step(first place, token indices, carry)`` over all blocks; an index past the last is padding."""
         tokens = self.valid.shape[0]
         padded = jnp.pad(self.order, (0, self.size))
         within = jnp.arange(self.size, dtype=jnp.int32)

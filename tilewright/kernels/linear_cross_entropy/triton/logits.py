@@ -76,7 +76,7 @@ class TritonLogits:
         by_token = [tokens.labels, tokens.lse, of_lse, of_label, *(() if of_sum is None else (of_sum,))]
         given = [each.reshape(math.prod(shape)) for each in by_token]
         if of_sum is None:
-            # A launch has all operands; what is not read has no elements.
+            # A launch has all operands; those that are not read have no elements.
             given.append(jnp.zeros((0,), jnp.float32))
         bounds = jnp.stack([block.begin // align, block.first]).astype(jnp.int32)
         operands = (self._rows(x), self.head.weight, self._bias(), *given, bounds)

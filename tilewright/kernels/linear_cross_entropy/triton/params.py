@@ -129,7 +129,7 @@ def block_sizes(inputs: LossInputs, *, keep: bool) -> tuple[int, int]:
     least, tokens = 128 if keep else MIN_TOKENS, MAX_TOKENS
     while tokens > least and tokens * inputs.vocab * size > WORKSPACE:
         tokens //= 2
-    if keep:  # what is kept of a token is of the whole vocabulary
+    if keep:  # a token's kept values are those of the whole vocabulary
         return tokens, inputs.vocab
     return tokens, even_blocks(inputs.vocab, max(MULTIPLE, WORKSPACE // (size * tokens)), MULTIPLE)
 

@@ -31,7 +31,7 @@ def before_cap(head: Head, logits: jax.Array, gradient: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class XlaLogits:
-    """Kernels of the cross-entropy for the shared loops; what it keeps of tokens is their logits.
+    """Kernels of the cross-entropy for the shared loops; they keep the logits of tokens.
 
     Attributes:
       size: classes of a block of the statistics.

@@ -82,7 +82,7 @@ class CollectiveMatmul(DistributedOp[CollectiveInputs, Any], PortfolioKernel[Col
             axis=axis_of(axis_name),
         )
         if devices == 1 and strategy == "remote":
-            return inputs.replace(strategy="auto")  # there is nobody to send to
+            return inputs.replace(strategy="auto")  # there is no other device to send to
         self.check_strategy(inputs, current_device())
         return inputs
 

@@ -142,7 +142,7 @@ def _rows_of(x: jax.Array, index: jax.Array, rows: int) -> jax.Array:
 
 
 def _unwritten(shape: tuple[int, ...], dtype: DTypeLike, *operands: jax.Array) -> jax.Array:
-    """An array of which every row will be written, and whose type varies as that of the operands."""
+    """An uninitialised array, whose type varies as that of the operands: the caller writes every row."""
     return vary_over(varying_axes(operands), lax.empty(shape, dtype))
 
 

@@ -18,7 +18,7 @@ GROUP = 8
 
 
 class TritonProducts(Products):
-    """The products of rows in groups, of which a call without any has one.
+    """The products of rows in groups; a call without groups is one group.
 
     Attributes:
       params: of the forward kernel, or of both kernels of the backward pass.

@@ -28,7 +28,7 @@ class XlaBlockParams:
     """Config of loops over blocks of rows.
 
     Attributes:
-      block_rows: rows of a block, which has one group's rows alone; fewer if the call has fewer rows.
+      block_rows: rows of a block, all of one group; fewer if the call has fewer rows.
     """
 
     block_rows: int

@@ -111,7 +111,7 @@ def _call(
 
 
 def _mapped_together(run: Any) -> Any:
-    """Under ``vmap`` maps all operands: JAX maps ``ragged_dot`` along the first axes of all of them alone."""
+    """Under ``vmap`` maps all operands: JAX can map ``ragged_dot`` only along the first axes of all of them."""
 
     @jax.custom_batching.custom_vmap
     def call(*operands: jax.Array) -> jax.Array:

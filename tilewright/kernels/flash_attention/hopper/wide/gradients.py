@@ -75,4 +75,4 @@ def release_last_stage(ring: Ring) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         ring.release(-1)
 
-    when(ring.offset > 0, release)  # unless there is no item before
+    when(ring.offset > 0, release)  # except for the first item

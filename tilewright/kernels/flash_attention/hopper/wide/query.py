@@ -275,7 +275,7 @@ class DqWarpgroup:
             # Masked steps do not overlap: they would need more registers than there are.
             begin = jnp.maximum(steps.masked - 1, 0)
             lax.fori_loop(0, begin, lambda step, _: self.one_step(dq, step, True), None)
-        # The last masked step, or step 0 if there is none: its mask then hides nothing. No later step needs a mask.
+        # The last masked step, or else step 0, whose mask then masks nothing. No later step needs a mask.
         ds = self.ds_alone(begin, may_mask)
         ds = lax.fori_loop(begin, steps.total - 1, functools.partial(self.one_step_ahead, dq), ds)
         # The last dQ has no next step to run beside.

@@ -103,9 +103,9 @@ class QueryIterations:
 
 
 def item_in_step(item: Scalar, step: Scalar) -> Scalar:
-    """The work item as if it were another in each step, so that what is decoded from it takes no registers over a loop.
+    """The item, made to look different in each step.
 
-    It is decoded again in each step instead; kept over the loop, the values would be spilled.
+    Its fields are then decoded again in each step. Hoisted out of the loop they would be spilled.
     """
     return item + opaque_zero(step + item)
 
