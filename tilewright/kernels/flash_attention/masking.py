@@ -242,6 +242,7 @@ def packed_rows(
     sorted and do not match.
     """
     count = q_bounds.shape[0] - 1
+    # Unrolled, so that XLA makes one kernel of the search; the default is a loop of small ones.
     q_ids = jnp.searchsorted(q_bounds, rows, side="right", method="scan_unrolled").astype(jnp.int32) - 1
     kv_ids = jnp.searchsorted(kv_bounds, columns, side="right", method="scan_unrolled").astype(jnp.int32) - 1
     edge = 1 if bottom_right else 0

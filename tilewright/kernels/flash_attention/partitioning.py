@@ -110,6 +110,7 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
     def on_results(results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         if split.keys is None:
             return results
+        # Each device has seen only its keys: its softmax is normalised by its own lse, by which the parts are weighted.
         out, lse = merged_over_axes(results[0], jnp.swapaxes(results[1], 1, 2), axis_names(split.keys))
         return out, jnp.swapaxes(lse, 1, 2)
 
@@ -213,6 +214,7 @@ def _from_column(mask: Mask, first: jax.Array, length: int) -> Mask:
     if isinstance(mask, CombinedMask):
         return type(mask)(tuple(_from_column(each, first, length) for each in mask.masks))  # type: ignore[call-arg]
     if isinstance(mask, BandMask) and mask.kv_positions is None and mask.q_positions is not None:
+        # A band counts differences: shifting the queries is the same as counting this part's keys from ``first``.
         return dataclasses.replace(mask, q_positions=mask.q_positions - first)  # type: ignore[type-var]
     if isinstance(mask, LengthMask) and mask.kv_lengths is not None:
         return LengthMask(mask.q_lengths, jnp.clip(mask.kv_lengths - first, 0, length))

@@ -96,6 +96,8 @@ class LinearCrossEntropy(VocabularyLoss[LossInputs]):
         canonical = labels_array(labels, tokens, vocab, ignored if axis_name is None else IGNORED)
         arrays = [each for each in (rows, matrix, added, given, canonical) if each is not None]
         distributed = may_be_distributed(*arrays)
+        # Only the gradients of a sum can be made with the loss: they lack one factor, its cotangent. The loss of each
+        # token would have a factor of its own.
         is_sum = reduction != "none" and not return_lse and axis_name is None
         return LossInputs(
             rows,
@@ -129,6 +131,8 @@ class LinearCrossEntropy(VocabularyLoss[LossInputs]):
     def merged(self, inputs: LossInputs, parts: jax.Array, vocab: int) -> tuple[Any, Any, Any]:
         lse, label_logit = jax.nn.logsumexp(parts[:, 0], 0), parts[:, 1].sum(0)
         logit_sum = parts[:, 2].sum(0) if inputs.needs_sum else None
+        # The logit of a label is in the part of one device, and 0 in the others. Of a label that no device has the loss
+        # is NaN, as on one device.
         return jnp.where(inputs.valid, lse, 0), jnp.where(inputs.labels >= vocab, jnp.nan, label_logit), logit_sum
 
     def reference(self, inputs: LossInputs) -> Any:

@@ -101,6 +101,7 @@ def by_typed_vocabulary(inputs: VocabularyInputs, of_parts: Callable[..., Any]) 
     if not split:
         return None
     tokens, token_names = _token_axes(inputs, arrays)
+    # An axis that splits the tokens gives each device other tokens, which need the whole vocabulary.
     vocab = tuple(name for name in split[0] if name not in token_names)
     mesh = explicit_mesh(*(arrays[name] for name in axes))
     if mesh is None or not vocab:

@@ -66,10 +66,12 @@ def matmul_partitioning(inputs: MatmulInputs) -> Partitioning | None:
     split = _split(inputs)
     _check_scales(inputs, split, mesh.shape)
     rows, matrices = split.lhs_spec(inputs), split.matrix_spec(inputs)
+    # Where matrices are split, a row is zero on all devices but the one that has its matrix.
     summed = axis_names(split.k) + axis_names(split.matrices)
 
     def on_part(part: MatmulInputs) -> MatmulInputs:
         part = _on_part(part, split)
+        # Sums over a part of k stay in the dtype of the accumulator: `on_results` adds them up before it rounds.
         return part.replace(out_dtype=inputs.accumulator.name) if split.k is not None else part
 
     def on_results(results: Any) -> Any:
@@ -105,6 +107,7 @@ def _on_part(part: MatmulInputs, split: Split) -> MatmulInputs:
     """A device's part with the sizes of its rows' groups, and the group of its first matrix."""
     if part.group_sizes is not None and split.row_names:
         part = part.replace(group_sizes=_sizes_of_part(part, split.row_names))
+    # The sizes stay those of all groups: an offset says which of them this device has matrices for.
     if split.matrices is not None:
         first = lax.axis_index(axis_names(split.matrices)).astype(jnp.int32) * part.matrices
         part = part.replace(group_offset=first if part.group_offset is None else part.group_offset + first)
@@ -115,6 +118,7 @@ def _sizes_of_part(part: MatmulInputs, names: tuple[str, ...]) -> jax.Array:
     """The group sizes of a device's rows, from those of all rows."""
     assert part.group_sizes is not None
     rows = part.rows
+    # Groups and the rows of a device are both ranges of all rows, so a device has a range of each group.
     bounds = row_bounds(part.group_sizes, rows * lax.axis_size(names))
     first = lax.axis_index(names).astype(jnp.int32) * rows
     starts, ends = (jnp.clip(bound - first, 0, rows) for bound in bounds)

@@ -168,6 +168,7 @@ class Loaded:
     error: str = ""
 
 
+# Failures are kept as well: what cannot be imported here is not tried again in every call.
 @functools.cache
 def loaded(where: str) -> Loaded:
     """The backend ``"module:Class"``, imported once a process, or the reason why it cannot be loaded here."""
@@ -197,6 +198,7 @@ class Backends:
         self._op, self.where = op, tuple(where)
 
     def __iter__(self) -> Iterator[Loaded]:
+        # Lazily, so that a backend behind the one that serves a call is not imported.
         return map(loaded, self.where)
 
     @property

@@ -141,4 +141,5 @@ class DistributedOp[Inputs: DistributedInputs, Results](ChoosingOp[Inputs, Resul
         inputs = self.inputs_of(inv)
         names = axis_names(inputs.axis)
         devices = np.array(jax.local_devices(backend=inv.target.kind)[: inputs.devices])
+        # Of several axes a call sees only the product, so all devices are along the first one.
         return jax.sharding.Mesh(devices.reshape(-1, *(1 for _ in names[1:])), names)

@@ -65,6 +65,7 @@ class OpInputs:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        # Not by a decorator on each op, which could forget to freeze it or to register it as a pytree.
         dataclasses.dataclass(frozen=True)(cls)
         fields = dataclasses.fields(cls)
         statics = [field.name for field in fields if "static" in field.metadata]

@@ -61,6 +61,7 @@ class Portfolio[Inputs: OpInputs, Results](ChoosingOp[Inputs, Results], abc.ABC)
             found = self.partitioning(inputs)
         if found is None or platform is Platform.XLA:
             return found
+        # XLA can split its own operations over automatic axes, but of a kernel it would gather the operands.
         return dataclasses.replace(found, shared_with_xla=False)
 
 

@@ -140,6 +140,7 @@ def common_axes(
         for position, each in enumerate(axes[: shared[name]]):
             if None not in (each, split[position]) and each != split[position]:
                 raise ValueError(f"{whats} must be split alike or be whole ({described}); reshard {name} first")
+            # A whole array takes the split of the others, along dimensions that they share.
             split[position] = split[position] or each
     return split
 

@@ -26,10 +26,12 @@ def prepared(
     abstract_calls: list[Any] = []
 
     def look(traced: list[Any]) -> None:
+        # By identity, as the type of a traced array does not show a sharding over automatic axes.
         known = {id(a): s for a, s in zip(traced, shardings, strict=True) if s is not None}
         arguments = prepare(kernel, *structure.join(traced))
         abstract_calls.append(jax.tree.map(lambda leaf: abstract(leaf, known.get(id(leaf))), arguments))
 
+    # In a trace, so that nothing is computed of what `prepare` does to arrays.
     jax.eval_shape(look, [abstract(a) for a in arrays])
     abstract_args, abstract_kwargs = abstract_calls[0]
     inv = Invocation(kernel, tuple(abstract_args), dict(abstract_kwargs))

@@ -40,6 +40,7 @@ def keys_travel(call: Mapping[str, Any]) -> bool:
         return False
     if of_query[-3] is not None:
         return bool(of_query[-3] == of_key[-3])
+    # The query is whole: its rows take the axes of the keys, unless these split its batch or its heads.
     names = [name for axes in wanted for name in axis_names(axes)]
     whole = call.get("bias") is None and call.get("mask") is None and not call.get("dropout_prob")
     return whole and len(set(names)) == len(names) and _rows_are_cheaper(query, key, value, _devices(key, wanted[-3]))
@@ -134,5 +135,6 @@ def attention_on_explicit_axes(
     found = over_explicit_axes(on_device, mesh, arrays, specs, out)
     if own_rows is not None:
         return found
+    # Rows were split for the call only.
     whole = PartitionSpec(*leading, None, heads, None), PartitionSpec(*leading, heads, None)
     return placed(found, whole if options.get("return_lse") else whole[0], mesh)

@@ -44,6 +44,7 @@ class GroupParts:
             return key_part * self.group, self.group
         part = lax.rem(key_part, jnp.int32(self.parts))
         first = self.key_head(key_part) * self.group + part * self.size
+        # A Python number where all parts have as many heads: a loop over them then has constant bounds.
         if self.group % self.parts == 0:
             return first, self.size
         return first, lax.min(jnp.int32(self.size), self.group - part * self.size)
@@ -53,6 +54,7 @@ class GroupParts:
         if self.parts == 1:
             return gradient
         batch, length, _, dim = gradient.shape
+        # The parts are float32 (`KeyValueResults`), so the sum of the heads is rounded once.
         return gradient.reshape(batch, length, -1, self.parts, dim).sum(axis=3).astype(dtype)
 
 

@@ -91,6 +91,7 @@ class TileShape:
     def place(self, index: TileIndex, cta: Scalar) -> tuple[Scalar, Scalar]:
         """First row and column of a CTA's tile in the tile of its cluster."""
         row, column = index.row * self.cluster_m, index.column * self.cluster_n
+        # A cluster is along one of the two: its CTAs share the tiles of the other operand by multicast.
         row, column = (row + cta, column) if self.cluster_m > 1 else (row, column + cta)
         return row * self.rows, column * self.columns
 

@@ -47,6 +47,7 @@ class TritonLogits:
 
         operands = (rows, self.head.weight, self._bias(), flat)
         partial_lse, label_logit, partial_sum, shares = varying_as(run(*operands), operands)
+        # Each tile of classes has a log-sum-exp of its own: XLA combines them in one order, so the result repeats.
         lse = jax.nn.logsumexp(partial_lse, 0)
         # No program writes the logit of a label that is not a class.
         label_logit = jnp.where((flat >= 0) & (flat < vocab), label_logit, 0)
@@ -78,6 +79,7 @@ class TritonLogits:
         if of_sum is None:
             # A launch has all operands; those that are not read have no elements.
             given.append(jnp.zeros((0,), jnp.float32))
+        # In units of `align`, which the kernel multiplies back: the compiler then sees that addresses are aligned.
         bounds = jnp.stack([block.begin // align, block.first]).astype(jnp.int32)
         operands = (self._rows(x), self.head.weight, self._bias(), *given, bounds)
         out = varying_as(run(*operands), operands)

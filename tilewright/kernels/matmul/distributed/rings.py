@@ -128,6 +128,7 @@ def _gather_visiting[Carry](
         if step <= to_left:
             left = _moved(left, inputs, -1)
             travelling.append((left, (here + step) % n))
+        # The parts of the last step, while those of this one travel: no visit depends on them.
         for part, index in arrived:
             carry = visit(carry, part, index)
         arrived = travelling
@@ -180,12 +181,14 @@ def scattered_by_parts(inputs: CollectiveInputs, strategy: PartsStrategy) -> jax
     to_right, to_left = _steps(inputs, strategy)
     total_right = total_left = None
     for step in range(to_right):
+        # The sum that comes from the left is for the same device: there the index is one less, and so is the step.
         right = partial(here + to_right - step)
         total_right = _moved(right if total_right is None else total_right + right, inputs, 1)
         if step < to_left:
             left = partial(here - to_left + step)
             total_left = _moved(left if total_left is None else total_left + left, inputs, -1)
     total = partial(here)
+    # One order of additions for each device, so that results repeat bit for bit.
     for each in (total_right, total_left):
         total = total if each is None else total + each
     return total.astype(inputs.out_dtype)
@@ -199,6 +202,7 @@ def _gathered(x: jax.Array, inputs: CollectiveInputs) -> jax.Array:
 def _of_rhs(rows: jax.Array, columns: jax.Array, inputs: CollectiveInputs, wide: DTypeLike) -> jax.Array:
     """The gradient of rhs in its layout, from rows of lhs and of the cotangents."""
     first, second = (columns, rows) if inputs.transpose_rhs else (rows, columns)
+    # Leading dimensions of lhs are rows as well: the gradient of rhs sums over all of them.
     first, second = (x.reshape(-1, x.shape[-1]) for x in (first, second))
     return matmul(
         first, second, transpose_lhs=True, precision=inputs.precision, preferred_element_type=wide,
@@ -216,6 +220,7 @@ def gathered_rhs_gradient(inputs: CollectiveInputs, d_out: jax.Array, strategy: 
     def visit(total: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
         return total + _of_rhs(part, _rows_of(d_out, index, rows), inputs, wide)
 
+    # The sum over the parts stays in the dtype of the accumulator, and is rounded once.
     d_rhs = _gather_visiting(lhs, inputs, strategy, _zeros(rhs.shape, wide, lhs, d_out), visit)
     return d_rhs.astype(rhs.dtype)
 
@@ -237,6 +242,7 @@ def scattered_gradients(
         d_lhs = lax.dynamic_update_slice_in_dim(d_lhs, product, index * rows, axis=d_lhs.ndim - 2)
         return d_lhs, d_rhs + _of_rhs(_rows_of(lhs, index, rows), part, inputs, wide)
 
+    # Each visit writes other rows of the gradient of lhs, and adds to that of rhs: only the latter begins from zeros.
     totals = _unwritten(lhs.shape, lhs.dtype, d_out, rhs), _zeros(rhs.shape, wide, lhs, d_out)
     d_lhs, d_rhs = _gather_visiting(d_out, inputs, strategy, totals, visit)
     return d_lhs, d_rhs.astype(rhs.dtype)

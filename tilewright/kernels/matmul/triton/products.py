@@ -48,6 +48,7 @@ class TritonProducts(Products):
         return found
 
     def d_weight(self, name: str, d_product: jax.Array) -> jax.Array:
+        # The gradient of a transposed matrix is the transposed product: swap the factors rather than move the result.
         left, right = (d_product, self.inputs.lhs) if self.inputs.transpose_rhs else (self.inputs.lhs, d_product)
         dtype = self.inputs.weights[name].dtype
         run = functools.partial(_launch_outer_products, self.params.rhs, dtype, self.precision)
@@ -135,6 +136,8 @@ def _launch_tiles(
     (batch, size, depth), columns = rows[0].shape, sizes[across]
     tile = fitted(tile, columns, depth)
     index = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    # A batch is one launch over `batch · size` rows, so each element has its rows, and its matrices if these are mapped
+    # too, behind those of the elements before. −1 stays: it marks rows without a matrix.
     if matrices[0].shape[0] > 1:
         which = jnp.where(which < 0, which, which + index * matrices[0].shape[1])
     segments = (starts + index * size).ravel(), (ends + index * size).ravel(), which.ravel()
@@ -143,7 +146,10 @@ def _launch_tiles(
     return launch(
         kernel,
         [*rows, *matrices, *schedule],
+        # A kernel has all of its results; those that are not wanted have no elements, and a constant leaves out their
+        # stores.
         [jax.ShapeDtypeStruct((0,) if dtype is None else shape, dtype or rows[0].dtype) for dtype in dtypes],
+        # One axis, in which the kernel finds its tile itself: programs that share columns of a matrix are neighbours.
         grid=[tiles * -(-columns // tile.columns)],
         scalars={"tiles": tiles},
         constants={
@@ -168,6 +174,7 @@ def _launch_outer_products(
     left, right, starts, ends = mapped
     batch, size, height = left.shape
     width, matrices = right.shape[2], starts.shape[1]
+    # Ranges of rows among those of the whole batch, as in `_launch_tiles`.
     index = jnp.arange(batch, dtype=jnp.int32)[:, None] * size
     (out,) = launch(
         kernels.outer_products,
@@ -207,6 +214,7 @@ def over_batch(run: Callable[[Any, Any], Any], mapped: Sequence[jax.Array], matr
             return jnp.broadcast_to(array, (size, batch, *array.shape[2:])).reshape(-1, *array.shape[2:])
 
         together = [merged(*each) for each in zip(mapped, batched[0], strict=True)]
+        # Matrices that no vmap maps keep their axis of 1: they are read from one copy instead of being repeated.
         flags = jax.tree.leaves(batched[1])
         shared = not any(flags) and all(x.shape[0] == 1 for x in jax.tree.leaves(matrices))
         if not shared:

@@ -37,6 +37,7 @@ class DenseProducts(Products):
     def d_lhs(self, d_products: Sequence[jax.Array]) -> jax.Array:
         n_axis, products = 1 - self.inputs.k_axes[1], []
         for d_product, weight in zip(d_products, self.inputs.weights.values(), strict=True):
+            # lhs is [k, m] here, so the weight comes first: its gradient needs no transpose of its own.
             if self.inputs.transpose_lhs:
                 products.append(self._dot(weight, d_product, (n_axis, 1)))
             else:
@@ -46,6 +47,7 @@ class DenseProducts(Products):
     def d_weight(self, name: str, d_product: jax.Array) -> jax.Array:
         lhs, k_axis = self.inputs.lhs, self.inputs.k_axes[0]
         of_lhs, of_product = (axis for axis in range(lhs.ndim) if axis != k_axis), range(d_product.ndim - 1)
+        # The order of the factors gives the layout of the matrix, [n, k] or [k, n], without a transpose.
         if self.inputs.transpose_rhs:
             return self._dot(d_product, lhs, (tuple(of_product), tuple(of_lhs)))
         return self._dot(lhs, d_product, (tuple(of_lhs), tuple(of_product)))

@@ -80,6 +80,7 @@ def _ragged_dot(rows: jax.Array, inputs: MatmulInputs, contracting: int, dtype: 
 def _ragged_contraction(inputs: MatmulInputs, d_out: jax.Array) -> jax.Array:
     """For each group, the sum over its rows of the outer products: the gradient of rhs."""
     sizes, is_owned = _sizes(inputs)
+    # Zero the rows without a group on both sides: zero times NaN is NaN.
     lhs, d_out = (jnp.where(is_owned, x, 0) for x in (inputs.lhs, d_out))
     left, right = (d_out, lhs) if inputs.transpose_rhs else (lhs, d_out)
     return _call(left, right, sizes, ((0,), (0,)), False, inputs, inputs.rhs.dtype)
