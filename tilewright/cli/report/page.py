@@ -1,9 +1,7 @@
 """Renders a report as one self-contained HTML page without scripts, which is well-formed XML too."""
 
-import dataclasses
 import re
 import statistics
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,28 +17,16 @@ from tilewright.cli.report.plot import field_plot
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.progress import milliseconds
 
-# A page shows all candidates up to MAX_CANDIDATES. Beyond that it shows MAX_ROWS in total, but at least MIN_OF_EACH of
-# each implementation, and MAX_MESSAGES different messages of a call.
-MAX_CANDIDATES, MAX_ROWS, MAX_MESSAGES = 2000, 1500, 8
-MIN_OF_EACH, MAX_OF_EACH = 3, 20
-# Characters of all failures' messages together, then limits for one: the longest that compilers print without a dump.
-ALL_MESSAGES = 1_000_000
-MAX_MESSAGE, MIN_MESSAGE = 20_000, 500
-MAX_NAMES = 12
+# The table of a call has its MAX_ROWS fastest candidates, and at least BEST_OF_EACH of each implementation.
+MAX_ROWS, BEST_OF_EACH = 60, 3
+# Different messages of a call, names beside each, and its characters: the most that compilers print without a dump.
+MAX_MESSAGES, MAX_NAMES, MAX_MESSAGE = 8, 12, 20_000
 
-_SUSPECT = re.compile(r"[^\n\t -~]")
-# Control and invisible format characters (including those that change the writing direction), lone surrogates,
-# separators.
-_INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
 
 
 def render(calls: Sequence[ReportedCall], *, date: str) -> str:
     """Renders the page; the same calls and date give the same text."""
-    best = _rows_per_implementation(calls)
-    messages = [_messages(reported, number, best) for number, reported in enumerate(calls, 1)]
-    count = sum(len(same) for of_call in messages for same in of_call)
-    limit = max(MIN_MESSAGE, min(MAX_MESSAGE, ALL_MESSAGES // max(1, count)))
     environment = jinja2.Environment(
         autoescape=True,
         finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),
@@ -55,25 +41,19 @@ def render(calls: Sequence[ReportedCall], *, date: str) -> str:
         devices=_listed(c.device for c in calls),
         toolchains=_listed((_versions(c) for c in calls), "several, see Environment"),
         figures=_figures(calls),
-        sections=[_section(c, number, best, messages[number - 1]) for number, c in enumerate(calls, 1)],
+        sections=[_section(c, number) for number, c in enumerate(calls, 1)],
         places=_places(calls),
-        all_shown=best is None,
-        limit=limit,
+        max_messages=MAX_MESSAGES,
         version=__version__,
     )
 
 
 def visible(text: str) -> str:
     """Spells out characters that a page cannot hold or a reader cannot see: ``\\x1b``, ``\\u202e``, ``\\ud800``."""
-
-    def spell(found: re.Match[str]) -> str:
-        code = ord(found[0])
-        no_character = code & 0xFFFE == 0xFFFE or 0xFDD0 <= code <= 0xFDEF
-        if unicodedata.category(found[0]) not in _INVISIBLE and not no_character:
-            return found[0]
-        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-    return _SUSPECT.sub(spell, text.replace("\r\n", "\n"))
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode()
+        for each in text.replace("\r\n", "\n")
+    )
 
 
 def _word(value: object, limit: int = 400) -> str:
@@ -82,17 +62,13 @@ def _word(value: object, limit: int = 400) -> str:
     return " ".join(text[:limit].split()) + (f"… ({len(text) - limit:,} more characters)" if len(text) > limit else "")
 
 
-def _cut(text: str, limit: int) -> str:
+def _cut(text: str) -> str:
     """The message of a compiler or a check; the middle of a long one is left out, and that is marked."""
-    if len(text) <= limit:
+    if len(text) <= MAX_MESSAGE:
         return text
-    tail = limit // 4
-    left_out = f"[… {len(text) - limit:,} of {len(text):,} characters left out …]"
-    return f"{text[: limit - tail]}\n{left_out}\n{text[-tail:]}"
-
-
-def _link(to: str, text: str) -> Markup:
-    return Markup('<a href="#{}">{}</a>').format(to, visible(text))
+    tail = MAX_MESSAGE // 4
+    left_out = f"[… {len(text) - MAX_MESSAGE:,} of {len(text):,} characters left out …]"
+    return f"{text[: MAX_MESSAGE - tail]}\n{left_out}\n{text[-tail:]}"
 
 
 def _figures(calls: Sequence[ReportedCall]) -> dict[str, Any]:
@@ -112,34 +88,31 @@ def _figures(calls: Sequence[ReportedCall]) -> dict[str, Any]:
     }
 
 
-def _section(
-    reported: ReportedCall, number: int, best: int | None, messages: Sequence[Sequence["_Message"]]
-) -> dict[str, Any]:
+def _section(reported: ReportedCall, number: int) -> dict[str, Any]:
     """The values that the template shows of a call, beside the call's own."""
-    call, title = reported.call, f"{number}. {_name(reported)}"
-    rows, left_out = _rows(reported, best)
-    field = [candidate for rank, candidate in rows if rank]
-    message_of = {id(candidate): message for same in messages for message in same for candidate in message.candidates}
+    call, title, field = reported.call, f"{number}. {_name(reported)}", reported.measured
+    failures = [candidate for candidate in call.candidates if candidate.failed]
+    dropped = [candidate for candidate in call.candidates if candidate.dropped]
     return {
         "reported": reported,
         "id": f"call-{number}",
         "title": title,
         "summary": (
-            _link(f"call-{number}", title),
+            Markup('<a href="#call-{}">{}</a>').format(number, visible(title)),
             _word(call.shapes),
             milliseconds(reported.default_ms),
             milliseconds(call.winner.time_ms),
             f"{call.speedup:.2f}×" if call.speedup else "–",
             len(call.candidates),
-            sum(candidate.failed for candidate in call.candidates) or "–",
+            len(failures) or "–",
             _word(reported.origin),
         ),
         "plot": Markup(field_plot(reported, field, f"plot-{number}")) if field else None,
         "description": _description(reported, field) if field else "",
         "any_wrong": any(not candidate.eligible for candidate in field),
-        "rows": [_row(reported, candidate, rank, message_of.get(id(candidate))) for rank, candidate in rows],
-        "left_out": left_out,
-        "messages": messages,
+        "num_measured": len(field),
+        "rows": _rows(reported),
+        "messages": {"Failures": _messages(failures), "Not measured": _messages(dropped)},
     }
 
 
@@ -154,117 +127,51 @@ def _description(reported: ReportedCall, field: Sequence[Candidate]) -> str:
     return "; ".join(parts) + "."
 
 
-def _row(reported: ReportedCall, candidate: Candidate, rank: int | None, message: "_Message | None") -> list[Any]:
-    time_ms, chosen_ms = candidate.time_ms, reported.call.winner.time_ms
+def _rows(reported: ReportedCall) -> list[list[Any]]:
+    """The rows of the fastest candidates, of the best of each implementation, and of the chosen and the default one."""
+    chosen_ms = reported.call.winner.time_ms
     marked = {"chosen": reported.call.winner, "default": reported.call.heuristic}
-    remarks = [Markup(f'<span class="tag {tag}">{tag}</span>') for tag, each in marked.items() if each is candidate]
-    if message is not None and message.shown:
-        remarks.append(_link(message.id, f"{message.kind} {message.number}"))
-    return [
-        rank or "–",
-        _word(candidate.config),
-        milliseconds(time_ms),
-        milliseconds(candidate.noise_ms if len(candidate.samples_ms) > 1 else None),
-        len(candidate.samples_ms),
-        f"{time_ms / chosen_ms:.2f}×" if time_ms and chosen_ms else "–",
-        _word(candidate.check, 40),
-        Markup(" ").join(remarks),
-    ]
-
-
-def _implementation(candidate: Candidate) -> str:
-    """The implementation at the beginning of a candidate's config text; empty if it names none."""
-    first = str(candidate.config).partition(" ")[0]
-    return "" if "=" in first else first
-
-
-def _rows_per_implementation(calls: Sequence[ReportedCall]) -> int | None:
-    """The number of candidates of each implementation of each call that a page shows; ``None`` for all."""
-    if sum(len(reported.call.candidates) for reported in calls) <= MAX_CANDIDATES:
-        return None
-    fields = sum(len(set(map(_implementation, reported.measured))) for reported in calls)
-    return max(MIN_OF_EACH, min(MAX_OF_EACH, MAX_ROWS // max(1, fields)))
-
-
-def _rows(reported: ReportedCall, best: int | None) -> tuple[list[tuple[int | None, Candidate]], str]:
-    """The candidates that have a row, each with its rank if it has a time, and a remark on the others.
-
-    These are all, or the best of each implementation with the chosen, default and fastest ones.
-    """
-    ranked: list[tuple[int | None, Candidate]] = list(enumerate(reported.measured, 1))
-    if best is None:
-        return [*ranked, *((None, candidate) for candidate in reported.unmeasured)], ""
-    call = reported.call
-    always_shown = {id(candidate) for candidate in (call.winner, call.heuristic, call.fastest)}
-    num_right: Counter[str] = Counter()
-    left_out: Counter[str] = Counter()
-    kept = []
-    for rank, candidate in ranked:
-        name = _implementation(candidate)
-        num_right[name] += candidate.eligible  # one that was found wrong takes no row from one that is right
-        if id(candidate) in always_shown or (candidate.eligible and num_right[name] <= best):
-            kept.append((rank, candidate))
-        else:
-            left_out[name] += 1
-    names = ", ".join(f"{count} of {_word(name, 60)}" if name else f"{count}" for name, count in left_out.items())
-    parts = [f"{left_out.total()} with a time ({names})"] if left_out else []
-    parts += [f"{len(reported.unmeasured)} without"] if reported.unmeasured else []
-    return kept, ", and ".join(parts)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Message:
-    """A message and the candidates of a call that have it.
-
-    Attributes:
-      kind: "failure", or "reason" for candidates that were not measured.
-      number: number within the kind, from 1.
-      shown: True if the page shows it.
-    """
-
-    kind: str
-    number: int
-    candidates: list[Candidate]
-    id: str
-    shown: bool
-
-    @property
-    def count(self) -> int:
-        return len(self.candidates)
-
-    @property
-    def text(self) -> str:
-        return str(self.candidates[0].error)
-
-    @property
-    def names(self) -> str:
-        """The configs that it concerns."""
-        names = "; ".join(_word(candidate.config) for candidate in self.candidates[:MAX_NAMES])
-        more = f"; and {self.count - MAX_NAMES} more" if self.count > MAX_NAMES else ""
-        differ = len({str(candidate.error) for candidate in self.candidates}) > 1
-        return names + more + ("; their numbers differ, these are of the first" if differ else "")
-
-
-def _messages(reported: ReportedCall, number: int, best: int | None) -> list[list[_Message]]:
-    """The messages of failures, and the reasons why candidates were not measured, in order of first appearance.
-
-    Reasons that differ only in numbers, such as bounds, count as one; failures too, if there are many candidates.
-    """
-    made = []
-    for kind in ("failure", "reason"):
-        found: dict[str, list[Candidate]] = {}
-        for candidate in reported.call.candidates:
-            if candidate.failed if kind == "failure" else candidate.dropped:
-                text = str(candidate.error)
-                alike = text if kind == "failure" and best is None else _NUMBER.sub("0", text)
-                found.setdefault(alike, []).append(candidate)
-        made.append(
+    rows: list[list[Any]] = []
+    of_each: Counter[str] = Counter()
+    for rank, candidate in enumerate(reported.measured, 1):
+        tags = [Markup(f'<span class="tag {tag}">{tag}</span>') for tag, each in marked.items() if each is candidate]
+        # The first word names the implementation. One that was found wrong takes no row from one that is right.
+        implementation = str(candidate.config).partition(" ")[0]
+        of_each[implementation] += candidate.eligible
+        is_best = candidate.eligible and of_each[implementation] <= BEST_OF_EACH
+        if not (rank <= MAX_ROWS or is_best or tags):
+            continue
+        time_ms = candidate.time_ms
+        rows.append(
             [
-                _Message(kind, i, same, f"call-{number}-{kind}-{i}", best is None or i <= MAX_MESSAGES)
-                for i, same in enumerate(found.values(), 1)
+                rank,
+                _word(candidate.config),
+                milliseconds(time_ms),
+                milliseconds(candidate.noise_ms if len(candidate.samples_ms) > 1 else None),
+                len(candidate.samples_ms),
+                f"{time_ms / chosen_ms:.2f}×" if time_ms and chosen_ms else "–",
+                _word(candidate.check, 40),
+                Markup(" ").join(tags),
             ]
         )
-    return made
+    return rows
+
+
+def _messages(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
+    """The messages of candidates in order of first appearance; those that differ only in numbers count as one."""
+    alike: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        alike.setdefault(_NUMBER.sub("0", str(candidate.error)), []).append(candidate)
+    found = []
+    for same in alike.values():
+        names = "; ".join(_word(candidate.config) for candidate in same[:MAX_NAMES])
+        more = f"; and {len(same) - MAX_NAMES} more" if len(same) > MAX_NAMES else ""
+        differ = len({str(candidate.error) for candidate in same}) > 1
+        remark = "; their numbers differ, these are of the first" if differ else ""
+        found.append(
+            {"count": len(same), "check": same[0].check, "names": names + more + remark, "text": str(same[0].error)}
+        )
+    return found
 
 
 def _places(calls: Sequence[ReportedCall]) -> list[tuple[str, str, str]]:
