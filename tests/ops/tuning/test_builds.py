@@ -31,14 +31,7 @@ from tilewright.ops.config import unbuilt
 from tilewright.ops.tuning import timing, workload
 from tilewright.ops.tuning.builds import background
 from tilewright.ops.tuning.builds.background import BackgroundBuilds
-from tilewright.ops.tuning.events import (
-    BuildFailed,
-    BuildMade,
-    BuildsLeft,
-    BuildStarted,
-    CandidateLeftOut,
-    CandidateMeasured,
-)
+from tilewright.ops.tuning.events import BuildEnded, BuildsLeft, BuildStarted, CandidateDone
 
 pytestmark = [
     pytest.mark.slow,
@@ -126,10 +119,11 @@ class TestTuning:
         assert call.complete
         assert {c.config for c in call.candidates if c.eligible} == {"plain", "fast", "slow"}
         # What needs no compiler was measured before the first build was there.
-        first = next(i for i, e in enumerate(events) if isinstance(e, CandidateMeasured))
-        assert events[first].config == "plain"
-        assert first < next(i for i, e in enumerate(events) if isinstance(e, BuildMade))
-        assert len(of(BuildStarted, events)) == len(of(BuildMade, events)) == len(nvcc.compilations()) == 2
+        first = next(i for i, e in enumerate(events) if isinstance(e, CandidateDone))
+        assert events[first].candidate.config == "plain"
+        assert first < next(i for i, e in enumerate(events) if isinstance(e, BuildEnded))
+        assert len(of(BuildStarted, events)) == len(of(BuildEnded, events)) == len(nvcc.compilations()) == 2
+        assert not any(e.error for e in of(BuildEnded, events))
 
     def test_what_is_late_is_left_out_by_name_and_is_there_the_next_time(
         self, nvcc: FakeNvcc, clock: Any, tmp_path: Path
@@ -143,7 +137,7 @@ class TestTuning:
         assert call.winner.config == "plain"
         assert not call.complete
         assert call.left_out == {"fast": "there was no time left to build it"}
-        assert [e.config for e in of(CandidateLeftOut, events)] == ["fast"]
+        assert [e.candidate.config for e in of(CandidateDone, events) if e.candidate.left_out] == ["fast"]
         assert of(BuildsLeft, events) == [BuildsLeft(("sample fast sm_90a",))]
         until(lambda: find(Group(kernel.table, "fast", 90)) is not None)
         result, events = tuned(kernel, chain=chain)
@@ -158,7 +152,7 @@ class TestTuning:
         (call,), events = tuned(Compiled(tmp_path, "fast", "slow"), budget_s=120.0)
         assert call.winner.config == "slow"
         assert call.left_out["fast"].startswith("its build failed: ")
-        assert [e.build for e in of(BuildFailed, events)] == ["sample fast sm_90a"]
+        assert [e.build for e in of(BuildEnded, events) if e.error] == ["sample fast sm_90a"]
         # It may be mended: the next tuning tries it again.
         assert not any(c.failed for c in call.candidates)
 
@@ -171,7 +165,7 @@ class TestTuning:
         assert (call.winner.config, set(call.left_out)) == ("plain", {"fast"})
         (process,) = [p for p in background._detached if p.poll() is None]
         assert process.wait(60) == 0  # it ends the compiler by itself
-        assert not of(BuildMade, events)
+        assert not [e for e in of(BuildEnded, events) if not e.error]
 
     def test_without_a_budget_a_build_that_hangs_is_given_up(
         self, nvcc: FakeNvcc, clock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -191,7 +185,7 @@ class TestTuning:
                 os.kill(os.getpid(), signal.SIGINT)
 
         threading.Thread(target=interrupt).start()
-        seen = lambda event: measured.set() if isinstance(event, CandidateMeasured) else None
+        seen = lambda event: measured.set() if isinstance(event, CandidateDone) else None
         tuner = Autotuner(QUICK, chooser=ConfigSelectorChain(), on_event=seen)
         # A shell without job control has what runs in its background ignore the signal.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)

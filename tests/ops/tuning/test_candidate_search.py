@@ -12,7 +12,7 @@ from tilewright.ops.config.tuner import Timer
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.bench import Bench, CandidateError, OutOfTimeError, Trial
 from tilewright.ops.tuning.candidate_search import CandidateSearch
-from tilewright.ops.tuning.events import CandidateDropped, CandidateFailed, CandidateStarted
+from tilewright.ops.tuning.events import CandidateDone, CandidateStarted
 from tilewright.ops.tuning.limits import Limits, Prediction
 
 LIMITS = Limits(8, "halving", 0.0, lambda: True, lambda: True, lambda: False)
@@ -84,6 +84,10 @@ def race(
         record=lambda _: None,
     )
     return run.run(), run.found, events
+
+
+def done(events: list[Any]) -> list[CandidateDone]:
+    return [event for event in events if isinstance(event, CandidateDone)]
 
 
 def noisy(generator: np.random.Generator, true_ms: float, spread: float = 0.01) -> Iterator[float]:
@@ -166,7 +170,7 @@ def test_a_failure_while_it_is_sampled_is_the_candidates_own():
     chosen, found, events = race(Said([1.0, iter([0.5, 0.5, "an illegal address"]), 0.7]), 3)
     assert chosen == 2
     assert found[1].error == "an illegal address"
-    assert [(e.index, e.error) for e in events if isinstance(e, CandidateFailed)] == [(1, "an illegal address")]
+    assert [(e.index, e.candidate.error) for e in done(events) if e.candidate.failed] == [(1, "an illegal address")]
 
 
 def test_a_sample_that_cannot_be_true_is_not_believed():
@@ -229,8 +233,9 @@ class TestDropping:
         assert (found[1].check, found[1].error, found[1].dropped, found[1].failed) == (
             "dropped", "it cannot run: no room for it", True, False,
         )  # fmt: skip
-        assert [(e.index, e.reason) for e in events if isinstance(e, CandidateDropped)] == [(1, found[1].error)]
-        assert not any(isinstance(e, CandidateFailed) for e in events)
+        dropped = [(e.index, e.candidate.error) for e in done(events) if e.candidate.dropped]
+        assert dropped == [(1, found[1].error)]
+        assert not any(e.candidate.failed for e in done(events))
 
     def test_what_cannot_be_the_fastest_is_not_started(self):
         bench = Said([1.0, 2.0, 0.9])

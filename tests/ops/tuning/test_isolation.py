@@ -14,7 +14,7 @@ from tests.support.hostile import SIZE, Halting, Hostile, Way
 from tilewright.ops import Autotuner, ConfigSelectorChain, Invocation, PersistentCache, Tuner
 from tilewright.ops.tuning import isolation, worker
 from tilewright.ops.tuning.bench import CandidateError, OutOfTimeError, Trial
-from tilewright.ops.tuning.tuning import CandidateFailed
+from tilewright.ops.tuning.events import CandidateDone
 
 X = jnp.linspace(-1.0, 1.0, SIZE * SIZE).reshape(SIZE, SIZE)
 ISOLATED = Tuner(0, 2, isolation="process", timeout_s=15.0)
@@ -69,7 +69,8 @@ def test_everything_that_a_candidate_may_not_do(
     assert call.complete
     assert not call.winner.error
     assert "is replaced" in caplog.text
-    assert [e.config.name for e in events if isinstance(e, CandidateFailed)] == [n for n in ways if said[n]]
+    failed = [e.candidate.config.name for e in events if isinstance(e, CandidateDone) and e.candidate.failed]
+    assert failed == [n for n in ways if said[n]]
     assert len(workers) > 3
     assert have_ended(workers)  # what hung, too
     # This process has not noticed anything.

@@ -14,8 +14,8 @@ import pytest
 
 from tests.support.hostile import Hostile, Way
 from tilewright.ops import Autotuner, ConfigSelectorChain, Invocation, PersistentCache, Tuner
+from tilewright.ops.tuning.events import CandidateDone, CandidateStarted
 from tilewright.ops.tuning.journal import unfinished
-from tilewright.ops.tuning.tuning import CandidateDropped, CandidateStarted
 
 X = jnp.ones((64, 64))
 QUICK = Tuner(0, 1)
@@ -87,7 +87,7 @@ def test_what_was_dropped_is_not_taken_for_a_failure(tmp_path: Path, monkeypatch
     assert call.candidates[1].dropped
     assert "1e+06 ms at the least" in call.candidates[1].error
     assert call.complete
-    assert [event.index for event in events if isinstance(event, CandidateDropped)] == [1]
+    assert [e.index for e in events if isinstance(e, CandidateDone) and e.candidate.dropped] == [1]
     monkeypatch.delattr(Hostile, "config_bound_ms")
     events.clear()
     assert tune(tmp_path, "right", "also right", events=events).candidates[1].eligible

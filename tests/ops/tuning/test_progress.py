@@ -73,11 +73,11 @@ INVOCATION = types.SimpleNamespace(kernel=types.SimpleNamespace(name="attention"
 STEPS = (
     events.CallStarted(INVOCATION, CALL.shapes, 3),
     events.CandidateStarted(0, "slow"),
-    events.CandidateMeasured(0, "slow", 4.0, 4.0),
+    events.CandidateDone(0, CALL.candidates[0], 4.0),
     events.CandidateStarted(1, "quick"),
-    events.CandidateMeasured(1, "quick", 2.0, 2.0),
-    events.CandidateFailed(2, "bad", "x"),
-    events.CandidateDropped(3, "no", "y"),
+    events.CandidateDone(1, CALL.candidates[1], 2.0),
+    events.CandidateDone(2, Candidate("bad", error="x"), 2.0),
+    events.CandidateDone(3, CALL.candidates[2], 2.0),
 )
 SUMMARY = "attention forward f32[8,[bold]8] → quick: 2 ms, 2.00× as fast as the default (2 tried)"
 
@@ -99,7 +99,7 @@ def test_the_live_line_says_how_far_it_is():
     fields = ("best", "failed", "trying", "building")
     bar = progress.event_bar(progress.plain_console(file=io.StringIO()), disable=True)
     on_event, said = progress.TuningProgress(bar).on_event, []
-    for event in (*STEPS, events.BuildStarted("a kernel"), events.BuildMade("a kernel", 1.0)):
+    for event in (*STEPS, events.BuildStarted("a kernel"), events.BuildEnded("a kernel", 1.0)):
         on_event(event)
         (task,) = [task for task in bar.tasks if task.visible]
         remarks = filter(None, (task.fields[name] for name in fields))
@@ -122,7 +122,7 @@ def test_a_call_that_is_resumed_goes_on_where_it_was():
     other = types.SimpleNamespace(kernel=types.SimpleNamespace(name="norm"), direction="forward", key="other")
     bar = progress.event_bar(progress.plain_console(file=io.StringIO()), disable=True)
     on_event = progress.TuningProgress(bar).on_event
-    for event in (*STEPS[:3], events.CallStarted(other, "f32[8]", 2), events.CallResumed(INVOCATION, 3)):
+    for event in (*STEPS[:3], events.CallStarted(other, "f32[8]", 2), STEPS[0]):
         on_event(event)
     (task,) = [task for task in bar.tasks if task.visible]
     assert (task.description, task.completed, task.fields["best"]) == ("attention forward", 1, "best 4 ms")

@@ -30,7 +30,7 @@ from tilewright.ops import (
 )
 from tilewright.ops.lowering.labels import extract_labels_from_hlo_text, parse_label
 from tilewright.ops.tuning import schedule, timing, workload
-from tilewright.ops.tuning.tuning import CallStarted, CandidateFailed, CandidateMeasured
+from tilewright.ops.tuning.events import CallStarted, CandidateDone
 
 QUICK = Tuner(warmup=0, iters=3)
 
@@ -64,6 +64,10 @@ class Blocks(Kernel[Config, jax.Array]):
 
     def reference(self, x):
         return x + 1
+
+
+def failures(events: list[Any]) -> list[CandidateDone]:
+    return [event for event in events if isinstance(event, CandidateDone) and event.candidate.failed]
 
 
 @pytest.fixture
@@ -156,7 +160,7 @@ class TestFailures:
         assert by_block[16].check == "failed"
         assert "largest error 0.001" in by_block[16].error
         assert "illegal address at 8" in by_block[8].error
-        assert [e.config.block for e in events if isinstance(e, CandidateFailed)] == [32, 16, 8]
+        assert [e.candidate.config.block for e in failures(events)] == [32, 16, 8]
 
     def test_without_verification_the_wrong_one_may_win(self, clock: Any) -> None:
         clock.update({64: 5.0, 16: 1.0})
@@ -248,7 +252,7 @@ class TestBudgetAndInterrupts:
         kernel = Blocks("t.interrupt")
 
         def interrupt(event: Any) -> None:
-            if isinstance(event, CandidateMeasured) and event.index == 1:
+            if isinstance(event, CandidateDone) and event.index == 1:
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.2)  # until the main thread has taken it
 
@@ -302,7 +306,7 @@ class TestBackward:
         started = [event for event in seen if isinstance(event, CallStarted)]
         assert [event.inv.direction for event in started] == ["forward", "backward"]
         assert all("× 3" in event.shapes for event in started)
-        assert not [event for event in seen if isinstance(event, CandidateFailed)]
+        assert not failures(seen)
 
 
 class TestPrograms:

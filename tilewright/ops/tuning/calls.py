@@ -1,6 +1,5 @@
 """The tuning of one call: its candidates, the bench that runs them, and the builds that they wait for."""
 
-import dataclasses
 import math
 import threading
 import time
@@ -19,13 +18,13 @@ from tilewright.ops.tuning.builds.background import BackgroundBuilds
 from tilewright.ops.tuning.candidate_search import CandidateSearch
 from tilewright.ops.tuning.events import TuningEvent
 from tilewright.ops.tuning.journal import Journal
-from tilewright.ops.tuning.limits import Gate, Limits, Prediction
+from tilewright.ops.tuning.limits import Limits, Prediction
 
 # The share of a call's time for first runs of candidates; the rest compares those that may be the best.
 FIRST_RUNS = 0.75
 
 
-class BuildGate(Gate):
+class BuildGate:
     """Opens for a candidate once everything that it needs is built; missing builds run in the background.
 
     Attributes:
@@ -49,6 +48,7 @@ class BuildGate(Gate):
         return self._waits_for[index]
 
     def is_open(self, index: int) -> bool:
+        """True if a candidate can be started."""
         needed = self.needed(index)
         if needed and self.builds is not None and all(map(self.builds.is_made, needed)):
             # The finished build may turn out not to support the call, and then another one is needed.
@@ -60,6 +60,7 @@ class BuildGate(Gate):
         return not needed
 
     def refusal(self, index: int) -> str:
+        """The reason why a candidate will not be built; empty if it is, or may be."""
         if self.builds is None:
             return ""
         return next((why for each in self.needed(index) if (why := self.builds.failure(each))), "")
@@ -115,19 +116,6 @@ class SuspendedBench(Bench):
         return bench
 
 
-@dataclasses.dataclass
-class Clock:
-    """The deadlines of a call's tuning.
-
-    Attributes:
-      start_until: no further candidate is started after this time.
-      sample_until: no further sample is taken after this time.
-    """
-
-    start_until: float = math.inf
-    sample_until: float = math.inf
-
-
 class CallTuning:
     """The tuning of one call, which can be suspended and resumed while its builds are made.
 
@@ -135,6 +123,11 @@ class CallTuning:
       configs: the candidates, heuristic first.
       first: number of leading candidates that are tried before all others.
       bench: makes the bench that runs them.
+
+    Attributes:
+      start_until: no further candidate is started after this time of ``time.monotonic``.
+      sample_until: no further sample is taken after this time.
+      spent_s: seconds that its measurements took.
     """
 
     def __init__(
@@ -151,7 +144,7 @@ class CallTuning:
         emit: Callable[[TuningEvent], None],
     ):
         self.inv, self.configs = inv, configs
-        self.clock = Clock()
+        self.start_until = self.sample_until = math.inf
         self.spent_s = 0.0
         self._chooser, self._cancelled = chooser, cancelled
         predictions = [prediction(inv, config) for config in configs]
@@ -167,7 +160,6 @@ class CallTuning:
             emit=emit,
             record=lambda _: self._journal.record(self._search.found),
             first=first,
-            gate=self._gate,
         )
 
     @property
@@ -249,10 +241,10 @@ class CallTuning:
         def may_start() -> bool:
             now = time.monotonic()
             soon = now + self._search.start_s
-            return not self._cancelled.is_set() and now < self.clock.start_until and soon < self.clock.sample_until
+            return not self._cancelled.is_set() and now < self.start_until and soon < self.sample_until
 
         def may_continue() -> bool:
-            return not self._cancelled.is_set() and time.monotonic() < self.clock.sample_until
+            return not self._cancelled.is_set() and time.monotonic() < self.sample_until
 
         return Limits(
             iters,
@@ -261,7 +253,9 @@ class CallTuning:
             may_start=may_start,
             may_continue=may_continue,
             cancelled=self._cancelled.is_set,
-            seconds_left=lambda: self.clock.start_until - time.monotonic(),
+            seconds_left=lambda: self.start_until - time.monotonic(),
+            is_open=self._gate.is_open,
+            refusal=self._gate.refusal,
         )
 
 

@@ -9,15 +9,8 @@ from typing import Any
 from tilewright.ops.config.tuner import Timer
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.tuning.bench import Bench, CandidateError, OutOfTimeError, Trial
-from tilewright.ops.tuning.events import (
-    CandidateDropped,
-    CandidateFailed,
-    CandidateLeftOut,
-    CandidateMeasured,
-    CandidateStarted,
-    TuningEvent,
-)
-from tilewright.ops.tuning.limits import Gate, Limits, OpenGate, Prediction
+from tilewright.ops.tuning.events import CandidateDone, CandidateStarted, TuningEvent
+from tilewright.ops.tuning.limits import Limits, Prediction
 
 # A candidate this many times slower than the best so far is not sampled again.
 RESAMPLE_RATIO = 1.5
@@ -52,7 +45,6 @@ class CandidateSearch:
       emit: called with events.
       record: called with every candidate that is new or was found wrong.
       first: number of leading candidates that come before all others, in their order.
-      gate: tells which candidates can be started.
 
     Attributes:
       cut_short: True if the time ended before the winner was checked once more.
@@ -71,12 +63,11 @@ class CandidateSearch:
         emit: Callable[[TuningEvent], None],
         record: Callable[[Candidate], None],
         first: int = 1,
-        gate: Gate | None = None,
     ):
         self._bench, self._configs, self._limits, self._known = bench, configs, limits, known
         self._predictions = predictions
         self._emit, self._record = emit, record
-        self._first, self._gate = first, gate or OpenGate()
+        self._first = first
         self._found: dict[int, Candidate] = {}
         self._started: set[int] = set()
         # Candidates whose only sample was taken right after the first run, not interleaved with others.
@@ -98,12 +89,12 @@ class CandidateSearch:
     @property
     def is_waiting(self) -> bool:
         """True if a candidate without an outcome may still be built."""
-        return any(not self._gate.is_open(i) and not self._gate.refusal(i) for i in self._unknown())
+        return any(not self._limits.is_open(i) and not self._limits.refusal(i) for i in self._unknown())
 
     @property
     def can_explore(self) -> bool:
         """True if a candidate without an outcome can be started."""
-        return any(self._gate.is_open(i) for i in self._unknown())
+        return any(self._limits.is_open(i) for i in self._unknown())
 
     def run(self) -> int | None:
         """The index of the winner; ``None`` if no candidate was found right."""
@@ -114,7 +105,7 @@ class CandidateSearch:
         """Starts every candidate that can be started, the most promising first, while there is time."""
         while not self._limits.cancelled():
             best = self._best_of_families()
-            open_now = self._by_promise([i for i in self._unknown() if self._gate.is_open(i)], best)
+            open_now = self._by_promise([i for i in self._unknown() if self._limits.is_open(i)], best)
             if not open_now:
                 return
             # A candidate compiled ahead only needs to be measured.
@@ -181,15 +172,15 @@ class CandidateSearch:
         return max(1, int(left / self.start_s)) if self._starting_s and math.isfinite(left) else None
 
     def _leave_out(self, index: int) -> None:
-        refusal = self._gate.refusal(index)
+        refusal = self._limits.refusal(index)
         if refusal:
             why = f"its build failed: {refusal}"
-        elif self._gate.is_open(index):
+        elif self._limits.is_open(index):
             why = "there was no time left to measure it"
         else:
             why = "there was no time left to build it"
         self._found[index] = Candidate(self._configs[index], (), "left out", why, heuristic=index == 0)
-        self._emit(CandidateLeftOut(index, self._configs[index], why))
+        self._report(index)
 
     def _best_of_families(self) -> dict[str, float]:
         """The shortest time of each family so far."""
@@ -250,16 +241,8 @@ class CandidateSearch:
         return ""
 
     def _report(self, index: int) -> None:
-        candidate = self._found[index]
-        if candidate.dropped:
-            self._emit(CandidateDropped(index, candidate.config, candidate.error))
-            return
-        if not candidate.eligible:
-            self._emit(CandidateFailed(index, candidate.config, candidate.error))
-            return
-        self._emit(
-            CandidateMeasured(index, candidate.config, self._time(index), min(map(self._time, self._eligible())))
-        )
+        best_ms = min(map(self._time, self._eligible()), default=None)
+        self._emit(CandidateDone(index, self._found[index], best_ms))
 
     def _eligible(self) -> list[int]:
         return [i for i, candidate in sorted(self._found.items()) if candidate.eligible]

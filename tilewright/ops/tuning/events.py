@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilewright.ops.config.results import TunedCall
+from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.kernel.kernel import Invocation
 
 Event = Callable[[Any], None]
@@ -25,19 +26,12 @@ class TuningStarted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallStarted:
-    """A call is about to be tuned."""
+    """A call is about to be tuned, or to be resumed after it waited for a build."""
 
     inv: Invocation[Any, Any]
     shapes: str
     num_candidates: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CallResumed:
-    """A call that waited for a build is resumed."""
-
-    inv: Invocation[Any, Any]
-    num_candidates: int
+    resumed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,31 +43,16 @@ class CandidateStarted:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CandidateMeasured:
-    """A candidate ran; ``best_ms`` is the fastest time so far, including this one."""
+class CandidateDone:
+    """A candidate was measured, failed, or was not started: its ``check`` and its ``error`` tell.
+
+    Attributes:
+      best_ms: the shortest time so far, this candidate's included; ``None`` if there is none yet.
+    """
 
     index: int
-    config: Any
-    time_ms: float
-    best_ms: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CandidateFailed:
-    """A candidate raised, was found wrong, or crashed its process."""
-
-    index: int
-    config: Any
-    error: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CandidateDropped:
-    """A candidate was not started: it cannot run, or cannot be the fastest."""
-
-    index: int
-    config: Any
-    reason: str
+    candidate: Candidate
+    best_ms: float | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,15 +72,6 @@ class CallLeftOut:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CandidateLeftOut:
-    """A candidate was not measured for lack of time: the budget ended before it, or before its build."""
-
-    index: int
-    config: Any
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class BuildStarted:
     """A build, which takes minutes, was started in the background."""
 
@@ -109,19 +79,12 @@ class BuildStarted:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class BuildMade:
-    """A build finished in time; its candidates will be measured."""
+class BuildEnded:
+    """A build was made, so that its candidates will be measured; or it failed, and they are left out."""
 
     build: str
     seconds: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class BuildFailed:
-    """A build failed; its candidates are left out."""
-
-    build: str
-    error: str
+    error: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,17 +97,12 @@ class BuildsLeft:
 type TuningEvent = (
     TuningStarted
     | CallStarted
-    | CallResumed
     | CandidateStarted
-    | CandidateMeasured
-    | CandidateFailed
-    | CandidateDropped
+    | CandidateDone
     | CallTuned
     | CallLeftOut
-    | CandidateLeftOut
     | BuildStarted
-    | BuildMade
-    | BuildFailed
+    | BuildEnded
     | BuildsLeft
 )
 """Every event of a tuning."""

@@ -1,6 +1,5 @@
 """The limits of a search, and predictions about candidates before they run."""
 
-import abc
 import dataclasses
 import math
 from collections.abc import Callable
@@ -21,6 +20,8 @@ class Limits:
       may_continue: True while there is time to take samples.
       cancelled: True once the user has interrupted; then not even the heuristic is started.
       seconds_left: time in which candidates can be started; compiling ahead is limited to those that fit.
+      is_open: True for the index of a candidate that can be started now: everything that it needs is built.
+      refusal: the reason why the candidate of an index will not be built; empty if it is, or may be.
     """
 
     iters: int
@@ -30,28 +31,8 @@ class Limits:
     may_continue: Callable[[], bool]
     cancelled: Callable[[], bool]
     seconds_left: Callable[[], float] = lambda: math.inf
-
-
-class Gate(abc.ABC):
-    """Tells which candidates can be started now, if some must be built first."""
-
-    @abc.abstractmethod
-    def is_open(self, index: int) -> bool:
-        """True if a candidate can be started."""
-
-    @abc.abstractmethod
-    def refusal(self, index: int) -> str:
-        """The reason why a candidate will not be built; empty if it is, or may be."""
-
-
-class OpenGate(Gate):
-    """The gate if nothing must be built."""
-
-    def is_open(self, index: int) -> bool:
-        return True
-
-    def refusal(self, index: int) -> str:
-        return ""
+    is_open: Callable[[int], bool] = lambda index: True
+    refusal: Callable[[int], str] = lambda index: ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -70,16 +70,16 @@ class TuningProgress:
             case events.TuningStarted() if math.isfinite(event.budget_s):
                 calls = "a call" if event.num_calls == 1 else f"{event.num_calls} calls"
                 self._keep(f"tuning {calls}, within {event.budget_s:.0f} s (the budget), builds included")
-            case events.CallStarted() | events.CallResumed():
+            case events.CallStarted():
                 self._begin(event)
             case events.CandidateStarted():
                 self._show(trying=f"trying {describe_config(event.config)}")
-            case events.CandidateMeasured():
-                self._show(advance=1, best=f"best {milliseconds(event.best_ms)}")
-            case events.CandidateFailed():
+            case events.CandidateDone() if event.candidate.failed:
                 self._failed[self._task] += 1
                 self._show(advance=1, failed=f"{self._failed[self._task]} failed")
-            case events.CandidateDropped() | events.CandidateLeftOut():
+            case events.CandidateDone() if event.best_ms is not None:
+                self._show(advance=1, best=f"best {milliseconds(event.best_ms)}")
+            case events.CandidateDone():
                 self._show(advance=1)
             case events.CallTuned() if event.call.step == "measured":
                 self._hide()
@@ -90,15 +90,15 @@ class TuningProgress:
             case events.BuildStarted():
                 self._building.add(event.build)
                 self._show()
-            case events.BuildMade() | events.BuildFailed():
+            case events.BuildEnded():
                 self._building.discard(event.build)
-                if isinstance(event, events.BuildFailed):
+                if event.error:
                     self._keep(f"{event.build} could not be built: {event.error.partition(chr(10))[0]}")
                 self._show()
             case events.BuildsLeft():
                 self._keep(f"still being built, for the next tuning: {', '.join(event.builds)}")
 
-    def _begin(self, event: events.CallStarted | events.CallResumed) -> None:
+    def _begin(self, event: events.CallStarted) -> None:
         self._hide()
         title, total = f"{event.inv.kernel.name} {event.inv.direction}", event.num_candidates
         if event.inv.key not in self._tasks:

@@ -1,6 +1,5 @@
 """Tunes several calls within one budget: first what can be measured at once, then what has been built meanwhile."""
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -8,8 +7,8 @@ from collections.abc import Callable, Sequence
 from tilewright.ops.config.results import TunedCall
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.tuning.builds.background import BackgroundBuilds
-from tilewright.ops.tuning.calls import FIRST_RUNS, CallTuning, Clock
-from tilewright.ops.tuning.events import BuildsLeft, CallLeftOut, CallResumed, CallStarted, CallTuned, TuningEvent
+from tilewright.ops.tuning.calls import FIRST_RUNS, CallTuning
+from tilewright.ops.tuning.events import BuildsLeft, CallLeftOut, CallStarted, CallTuned, TuningEvent
 from tilewright.ops.utils.describe import describe_key
 
 MIN_CALL_S = 15.0
@@ -105,7 +104,7 @@ class Schedule:
                 continue
             self._waiting.remove(call)
             self._open(call)
-            self._emit(CallResumed(call.inv, len(call.configs)))
+            self._emit(CallStarted(call.inv, describe_key(call.inv.key), len(call.configs), resumed=True))
             self._explore(call, left + call.ending_s)
         waiting, self._waiting = self._waiting, []
         for position, call in enumerate(waiting):
@@ -131,7 +130,7 @@ class Schedule:
     def _set_clock(self, call: CallTuning, seconds: float) -> None:
         seconds = max(0.0, min(seconds, self._call_budget_s - call.spent_s))
         now = time.monotonic()
-        call.clock = Clock(now + FIRST_RUNS * seconds, now + seconds) if math.isfinite(seconds) else Clock()
+        call.start_until, call.sample_until = now + FIRST_RUNS * seconds, now + seconds
 
     def _decide(self, call: CallTuning) -> None:
         try:

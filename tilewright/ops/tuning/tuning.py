@@ -18,16 +18,12 @@ from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.tuning.bench import Bench, local_bench
 from tilewright.ops.tuning.calls import CallTuning
 from tilewright.ops.tuning.events import (
-    BuildFailed,
+    BuildEnded,
     BuildsLeft,
     CallLeftOut,
     CallStarted,
     CallTuned,
-    CandidateDropped,
-    CandidateFailed,
-    CandidateLeftOut,
-    CandidateMeasured,
-    CandidateStarted,
+    CandidateDone,
     Event,
     TuningEvent,
     TuningStarted,
@@ -40,19 +36,6 @@ from tilewright.ops.utils.target import check_runs_here
 from tilewright.ops.utils.untraced import Interrupted, measurement_lock, run_untraced
 
 logger = logging.getLogger(__name__)
-
-__all__ = [
-    "Autotuner",
-    "CallStarted",
-    "CallTuned",
-    "CandidateDropped",
-    "CandidateFailed",
-    "CandidateMeasured",
-    "CandidateStarted",
-    "Tuner",
-    "autotune",
-    "autotune_recorded",
-]
 
 DEFAULT_CALL_S = 120.0
 """Default seconds for each call that must be measured."""
@@ -284,19 +267,18 @@ def _seconds(budget_s: float | None) -> float:
 def log_event(logger: logging.Logger, event: TuningEvent) -> None:
     """Logs at INFO that a tuning starts and its result, and at DEBUG the outcome of each candidate."""
     match event:
-        case CallStarted(inv, shapes, count):
+        case CallStarted(inv, shapes, count, False):
             logger.info("tuning %s %s %s: %d candidates", inv.kernel.name, inv.direction, shapes, count)
         case CallTuned(call):
             winner = call.winner
             time = "" if winner.time_ms is None else f", {winner.time_ms:.4g} ms"
             logger.info("tuned %s %s: %s%s", call.op, call.direction, describe_config(winner.config), time)
-        case CandidateMeasured(_, config, time_ms):
-            logger.debug("%s: %.4g ms", describe_config(config), time_ms)
-        case CandidateFailed(_, config, why) | CandidateDropped(_, config, why) | CandidateLeftOut(_, config, why):
-            logger.debug("%s: %s", describe_config(config), why)
+        case CandidateDone(_, candidate):
+            outcome = f"{candidate.time_ms:.4g} ms" if candidate.eligible else candidate.error
+            logger.debug("%s: %s", describe_config(candidate.config), outcome)
         case TuningStarted(count, budget_s):
             logger.info("%d calls are tuned, within %g s", count, budget_s)
-        case BuildFailed(build, why):
+        case BuildEnded(build, _, why) if why:
             logger.info("%s could not be built: %s", build, why)
         case BuildsLeft(builds):
             logger.info("still being built, for the next tuning: %s", ", ".join(builds))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from tilewright.ops.config.unbuilt import BUILD_IN_BACKGROUND
 from tilewright.ops.kernel.builds import Build, parallel_compilers
-from tilewright.ops.tuning.events import BuildFailed, BuildMade, BuildStarted, TuningEvent
+from tilewright.ops.tuning.events import BuildEnded, BuildStarted, TuningEvent
 from tilewright.ops.utils.processes import module_path, usable_cores
 
 TIMEOUT_S = 1800.0
@@ -158,7 +158,7 @@ class BackgroundBuilds:
         """Records that a build failed, or that it is made if ``why`` is empty."""
         with self._changed:
             self._states[build] = why
-        self._emit(BuildFailed(str(build), why) if why else BuildMade(str(build), seconds))
+        self._emit(BuildEnded(str(build), seconds, why))
 
     def _emit(self, event: TuningEvent) -> None:
         with self._changed:
