@@ -23,7 +23,7 @@ from tilewright.cli.output import Failure, Interrupted, counted, stderr, stdout,
 from tilewright.cli.targets import NamedCall, find_op, flat_call, is_function, named_calls, op_cases
 from tilewright.errors import TilewrightError, UnsupportedError
 from tilewright.kernels import function, kernel
-from tilewright.ops.kernel.arrays import random_array
+from tilewright.ops.kernel.arrays import random_array, split
 from tilewright.ops.kernel.candidates import Timing
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.tuning.progress import is_interactive, milliseconds
@@ -116,22 +116,10 @@ def measure_function(call: NamedCall, *, iters: int) -> list[Measurement]:
     keys = iter(jax.random.split(jax.random.key(0), max(1, len(jax.tree.leaves(call.args)))))
     args = jax.tree.map(lambda leaf: random_array(next(keys), leaf), call.args)
     with user_code(call.name):
-        call_of_arrays, arrays = _of_arrays(call.function, args)
-        compiled = jax.jit(call_of_arrays).lower(*arrays).compile()
+        arrays, structure = split(args)  # everything else stays constant
+        compiled = jax.jit(lambda *arrays: call.function(*structure.join(arrays))).lower(*arrays).compile()
         (timing,) = time_interleaved([functools.partial(compiled, *arrays)], (), warmup=WARMUP, iters=iters)
     return [Measurement(_shapes(args), "forward", call.name, timing, None)]
-
-
-def _of_arrays(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Any]]:
-    """Makes a call a function of only its arrays; all other arguments, Python numbers included, stay constant."""
-    leaves, tree = jax.tree.flatten(args)
-    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
-
-    def call(*arrays: Any) -> Any:
-        given = dict(zip(positions, arrays, strict=True))
-        return function(*jax.tree.unflatten(tree, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
-
-    return call, [leaves[i] for i in positions]
 
 
 def _shapes(args: tuple[Any, ...]) -> str:

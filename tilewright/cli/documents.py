@@ -1,14 +1,13 @@
 """The JSON files that the commands write, recognised by their fields."""
 
 import enum
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from tilewright.ops.config.persistent import EXPORT_LIMIT
+from tilewright.ops.config.persistent import EXPORT_LIMIT, parse_document
 from tilewright.ops.utils.folders import read_file
 
 
@@ -29,14 +28,9 @@ def document_of(file: Path) -> dict[str, Any]:
       ValueError: the file holds something else.
     """
     try:
-        document = json.loads(read_file(os.path.expanduser(file), EXPORT_LIMIT))
+        return parse_document(read_file(os.path.expanduser(file), EXPORT_LIMIT))
     except OSError as error:
         raise typer.BadParameter(f"cannot read {str(file)!r}: {error.strerror or error}") from error
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(document, dict):
-        raise ValueError(f"a JSON object was expected, not {type(document).__name__}")
-    return document
 
 
 def kind_of(document: dict[str, Any]) -> Kind | None:

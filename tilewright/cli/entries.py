@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tilewright.cli.output import Failure, lines, table
+from tilewright.ops.config import lockfile
 from tilewright.ops.config.persistent import Entry, PersistentCache
 from tilewright.ops.tuning.progress import milliseconds
 from tilewright.ops.utils.describe import describe_config, describe_key
@@ -80,9 +81,7 @@ def find_entry(entries: Sequence[Entry], beginning: str, cache_name: str) -> Ent
             f"no entry of {cache_name} has an id that begins with {beginning!r}; 'tilewright cache list' shows them",
             param_hint="entry",
         )
-    ids = [full_id(entry) for entry in found]
-    digits = next(n for n in range(ID_DIGITS, len(ids[0]) + 1) if len({each[:n] for each in ids}) == len(ids))
-    named = [f"{full_id(entry)[:digits]} ({_call(entry)})" for entry in found[:5]]
+    named = [f"{entry_id(entry)} ({_call(entry)})" for entry in found[:5]]
     rest = f" and {len(found) - 5} more" if len(found) > 5 else ""
     raise typer.BadParameter(
         f"{beginning!r} is the beginning of {len(found)} ids: {', '.join(named)}{rest}", param_hint="entry"
@@ -117,13 +116,10 @@ def entries_table(entries: Sequence[Entry]) -> "Table":
 
 def key_fields(entry: Entry) -> dict[str, Any]:
     """The fields of a call's key; empty for a key of another form."""
-    if not isinstance(entry.key, str):
-        return {}
     try:
-        parsed = json.loads(entry.key)
-    except json.JSONDecodeError:
+        return lockfile.key_fields(entry.key)  # type: ignore[arg-type]  # it may be of any type
+    except (TypeError, ValueError):
         return {}
-    return parsed if isinstance(parsed, dict) else {}
 
 
 def entry_text(entry: Entry) -> str:
@@ -136,16 +132,7 @@ def entry_text(entry: Entry) -> str:
         "stale": entry.stale,
         "toolchain": entry.toolchain,
         "source": entry.source,
-        "metadata": {name: _plain(value) for name, value in entry.metadata.items()},
-        "measurements": [_plain(measurement) for measurement in entry.measurements],
+        "metadata": entry.metadata,
+        "measurements": entry.measurements,
     }
     return json.dumps(document, indent=1, default=str)
-
-
-def _plain(value: object) -> object:
-    """JSON data unchanged; any other value as its text."""
-    try:
-        json.dumps(value)
-    except TypeError:
-        return str(value)
-    return value

@@ -6,9 +6,9 @@ from tilewright.cli.device import here, named_device, on_device
 from tilewright.cli.options import CallOptions
 from tilewright.cli.output import complain, lines, stdout, table
 from tilewright.cli.targets import NamedCall, named_calls
-from tilewright.ops import default_executor, find_invocations
+from tilewright.ops import explain
 from tilewright.ops.tuning.progress import milliseconds
-from tilewright.ops.utils.describe import describe_config, describe_key
+from tilewright.ops.utils.describe import describe_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,11 +30,10 @@ def explain_and_print(target: str, options: CallOptions, device: str | None) -> 
 def explanation_table(call: NamedCall) -> "Table":
     """A table with a row for each kernel call of a function, forward and backward."""
     rows = table(call.name, "call", "config", "from", "time", "why no other", right=("time",))
-    executor = default_executor()
-    for inv in find_invocations(call.function, *call.args):
-        choice = executor.explain_choice(inv, None)
+    for found in explain(call.function, *call.args):
+        choice = found.choice
         rows.add_row(
-            lines((f"{inv.kernel.name} {inv.direction}", ""), (describe_key(inv.key), "dim")),
+            lines((f"{found.op} {found.direction}", ""), (found.arguments, "dim")),
             describe_config(choice.config),
             choice.origin,
             milliseconds(choice.time_ms),

@@ -13,14 +13,18 @@ from tilewright.cli import completion
 from tilewright.cli.choices import DTYPES, STORED_DTYPES, dtype_name
 
 
-def _option(
+def option(
     name: str,
     help: str,
-    *,
+    *more: str,
     metavar: str | None = None,
     autocompletion: Callable[[str], list[str]] | None = None,
+    min: int | None = None,
 ) -> Any:
-    return typer.Option(name, help=help, metavar=metavar, autocompletion=autocompletion, show_default=False)
+    """An option whose help says what holds without it; ``more`` are other names."""
+    return typer.Option(
+        name, *more, help=help, metavar=metavar, autocompletion=autocompletion, min=min, show_default=False
+    )
 
 
 # The printer of help texts would take square brackets with a letter in them for markup; a test looks for them.
@@ -33,7 +37,7 @@ Target = Annotated[
     ),
 ]
 _DEVICE = "A device that need not be present, by JAX's name, such as 'NVIDIA H200'."
-Device = Annotated[str | None, _option("--device", help=_DEVICE, autocompletion=completion.devices)]
+Device = Annotated[str | None, option("--device", help=_DEVICE, autocompletion=completion.devices)]
 _DTYPE = f"{', '.join(DTYPES)}; or short: f32, bf16, f16, f64."
 _SET = "Another field of the op's case, as name=value: sliding_window=511."
 _SHAPES = "Arrays for a function, each a dtype and sizes: 'float32[1,1024,8,64] int32[16]'."
@@ -44,17 +48,17 @@ class CallOptions:
     """The options that describe a call, with their help; ``None`` if an option was not given."""
 
     shape: Annotated[
-        str | None, _option("--shape", help="Sizes of the op's first argument: batch,length,heads,head_dim.")
+        str | None, option("--shape", help="Sizes of the op's first argument: batch,length,heads,head_dim.")
     ] = None
     cases: Annotated[
-        tuple[str, ...], _option("--case", help="A named case of the op; repeatable; 'all' for this device's.")
+        tuple[str, ...], option("--case", help="A named case of the op; repeatable; 'all' for this device's.")
     ] = ()
-    kv_heads: Annotated[int | None, _option("--kv-heads", help="Key/value heads, if fewer.")] = None
-    kv_length: Annotated[int | None, _option("--kv-length", help="Key/value length, if another.")] = None
-    causal: Annotated[bool | None, _option("--causal/--no-causal", help="Causal attention.")] = None
-    dtype: Annotated[str | None, _option("--dtype", help=_DTYPE, autocompletion=completion.dtypes)] = None
-    extra: Annotated[tuple[str, ...], _option("--set", help=_SET, metavar="NAME=VALUE")] = ()
-    shapes: Annotated[str | None, _option("--shapes", help=_SHAPES)] = None
+    kv_heads: Annotated[int | None, option("--kv-heads", help="Key/value heads, if fewer.")] = None
+    kv_length: Annotated[int | None, option("--kv-length", help="Key/value length, if another.")] = None
+    causal: Annotated[bool | None, option("--causal/--no-causal", help="Causal attention.")] = None
+    dtype: Annotated[str | None, option("--dtype", help=_DTYPE, autocompletion=completion.dtypes)] = None
+    extra: Annotated[tuple[str, ...], option("--set", help=_SET, metavar="NAME=VALUE")] = ()
+    shapes: Annotated[str | None, option("--shapes", help=_SHAPES)] = None
     backward: Annotated[bool, typer.Option("--backward/--no-backward", help="Include the gradients of an op.")] = True
 
     def fields(self) -> dict[str, Any]:

@@ -15,9 +15,7 @@ def bench(
     *,
     call: options.CallOptions,
     iters: Annotated[int, typer.Option(help="Timed samples of each implementation.")] = 10,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all samples to a file.", show_default=False)
-    ] = None,
+    json_file: Annotated[Path | None, options.option("--json", "Write all samples to a file.")] = None,
 ) -> None:
     """Time an op's cases on the backends present, side by side with what JAX has; or a function of yours.
 

@@ -20,45 +20,31 @@ def build(
         ),
     ] = None,
     arch: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--arch", help="A GPU architecture, such as 90a; repeatable; default: this GPU's.", show_default=False
-        ),
+        list[str] | None, options.option("--arch", "A GPU architecture, such as 90a; repeatable; default: this GPU's.")
     ] = None,
     device: Annotated[
         list[str] | None,
-        typer.Option(
+        options.option(
             "--device",
-            help="A GPU that need not be present, by JAX's name: 'NVIDIA H200'; repeatable.",
-            show_default=False,
+            "A GPU that need not be present, by JAX's name: 'NVIDIA H200'; repeatable.",
             autocompletion=completion.devices,
         ),
     ] = None,
     table: Annotated[
-        list[str] | None,
-        typer.Option("--table", help="A table's name, or module:NAME; repeatable; default: all.", show_default=False),
+        list[str] | None, options.option("--table", "A table's name, or module:NAME; repeatable; default: all.")
     ] = None,
-    group: Annotated[
-        list[str] | None, typer.Option("--group", help="Only this group; repeatable.", show_default=False)
-    ] = None,
+    group: Annotated[list[str] | None, options.option("--group", "Only this group; repeatable.")] = None,
     lock: Annotated[
-        Path | None,
-        typer.Option(
-            "--lock", help="Build only what the decisions of a lock file need, on its device.", show_default=False
-        ),
+        Path | None, options.option("--lock", "Build only what the decisions of a lock file need, on its device.")
     ] = None,
     *,
     call: options.CallOptions,
     jobs: Annotated[
-        int | None,
-        typer.Option(
-            "--jobs", "-j", min=1, help="Compilers at once; default: by cores and memory.", show_default=False
-        ),
+        int | None, options.option("--jobs", "Compilers at once; default: by cores and memory.", "-j", min=1)
     ] = None,
     list_only: Annotated[bool, typer.Option("--list", help="Build nothing, show what is built.")] = False,
     sources: Annotated[
-        Path | None,
-        typer.Option("--sources", help="Build nothing, write the generated C++ to a folder.", show_default=False),
+        Path | None, options.option("--sources", "Build nothing, write the generated C++ to a folder.")
     ] = None,
 ) -> None:
     """Compile CUDA kernels ahead of their first use: all, or what an op, a program or a lock file needs.

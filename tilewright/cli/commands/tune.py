@@ -15,11 +15,9 @@ def tune(
     call: options.CallOptions,
     budget: Annotated[
         float | None,
-        typer.Option(
-            help="Seconds for the whole tuning, builds included; default: 120 for each call.", show_default=False
-        ),
+        options.option("--budget", "Seconds for the whole tuning, builds included; default: 120 for each call."),
     ] = None,
-    call_budget: Annotated[float | None, typer.Option(help="Seconds for one call.", show_default=False)] = None,
+    call_budget: Annotated[float | None, options.option("--call-budget", "Seconds for one call.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure again what the cache holds.")] = False,
     stale: Annotated[
         bool,
@@ -37,14 +35,9 @@ def tune(
         ),
     ] = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds for one candidate in a separate process.")] = 120.0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write every candidate's times to a file.", show_default=False)
-    ] = None,
+    json_file: Annotated[Path | None, options.option("--json", "Write every candidate's times to a file.")] = None,
     lock: Annotated[
-        Path | None,
-        typer.Option(
-            "--lock", help="Pin the winners in a lock file, and keep its earlier decisions.", show_default=False
-        ),
+        Path | None, options.option("--lock", "Pin the winners in a lock file, and keep its earlier decisions.")
     ] = None,
 ) -> None:
     """Measure the candidates of every kernel call and keep the winners for later programs.
