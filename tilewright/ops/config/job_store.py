@@ -1,6 +1,7 @@
 """The key-value store of a job of several processes: that of JAX's coordination service, which process 0 runs."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,69 +26,42 @@ def _client() -> Any:
     return distributed.global_state.client
 
 
-def _status(error: Exception) -> str:
-    return str(error).partition(":")[0]
+def _asked[**P, T](ask: Callable[P, T], expected: str, *args: P.args, **kwargs: P.kwargs) -> T | None:
+    """What a method of the client returns; ``None`` if it fails with the expected status.
+
+    Raises:
+      StoreError: the service fails otherwise.
+    """
+    try:
+        return ask(*args, **kwargs)
+    except jax.errors.JaxRuntimeError as error:
+        if str(error).partition(":")[0] == expected:
+            return None
+        raise StoreError(str(error).partition("\n")[0]) from error
 
 
-def _failure(error: Exception) -> StoreError:
-    return StoreError(str(error).partition("\n")[0])
+# Each of these raises a StoreError if the service fails, but for `remove`.
 
 
 def put_first(name: str, text: str) -> str:
-    """Stores a text unless the name has one already; returns the text that the name has then.
-
-    Raises:
-      StoreError: the service fails.
-    """
-    try:
-        _client().key_value_set(name, text)
-    except jax.errors.JaxRuntimeError as error:
-        if _status(error) != "ALREADY_EXISTS":
-            raise _failure(error) from error
-        return get(name) or text
-    return text
+    """Stores a text unless the name has one already; returns the text that the name has then."""
+    _asked(_client().key_value_set, "ALREADY_EXISTS", name, text)
+    return get(name) or text
 
 
 def put(name: str, text: str) -> None:
-    """Stores a text in place of what the name had.
-
-    Raises:
-      StoreError: the service fails.
-    """
-    try:
-        _client().key_value_set(name, text, allow_overwrite=True)
-    except jax.errors.JaxRuntimeError as error:
-        raise _failure(error) from error
+    """Stores a text in place of what the name had."""
+    _asked(_client().key_value_set, "", name, text, allow_overwrite=True)
 
 
 def get(name: str) -> str | None:
-    """The text of a name now, or ``None``.
-
-    Raises:
-      StoreError: the service fails.
-    """
-    try:
-        text: str = _client().key_value_try_get(name)
-    except jax.errors.JaxRuntimeError as error:
-        if _status(error) != "NOT_FOUND":
-            raise _failure(error) from error
-        return None
-    return text
+    """The text of a name now, or ``None``."""
+    return _asked(_client().key_value_try_get, "NOT_FOUND", name)
 
 
 def wait_for(name: str, seconds: float) -> str | None:
-    """The text of a name as soon as it has one, or ``None`` after that time; not interruptible.
-
-    Raises:
-      StoreError: the service fails.
-    """
-    try:
-        text: str = _client().blocking_key_value_get(name, max(1, int(1e3 * seconds)))
-    except jax.errors.JaxRuntimeError as error:
-        if _status(error) != "DEADLINE_EXCEEDED":
-            raise _failure(error) from error
-        return None
-    return text
+    """The text of a name as soon as it has one, or ``None`` after that time; not interruptible."""
+    return _asked(_client().blocking_key_value_get, "DEADLINE_EXCEEDED", name, max(1, int(1e3 * seconds)))
 
 
 def remove(name: str) -> None:

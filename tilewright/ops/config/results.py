@@ -232,6 +232,7 @@ class Confirmation:
         )
 
 
+@dataclasses.dataclass(repr=False)
 class AutotuningResult(AbstractContextManager["AutotuningResult"]):
     """The calls that a tuning measured or found in a cache.
 
@@ -247,38 +248,25 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
       confirmation: times of the caller's program with and without the winners, if asked for; not kept by JSON.
     """
 
-    def __init__(
-        self,
-        entries: tuple[TunedCall, ...] = (),
-        *,
-        device: str = "",
-        toolchain: dict[str, str] | None = None,
-        interrupted: bool = False,
-        left_out: tuple[str, ...] = (),
-    ):
-        self.entries = tuple(entries)
+    entries: tuple[TunedCall, ...] = ()
+    _: dataclasses.KW_ONLY
+    device: str = ""
+    toolchain: dict[str, str] = dataclasses.field(default_factory=dict)
+    interrupted: bool = dataclasses.field(default=False, compare=False)
+    left_out: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    confirmation: Confirmation | None = dataclasses.field(default=None, init=False, compare=False)
+    # Shared by all entries into this context, so that a function is traced only once in it.
+    _overlay: ConfigCache | None = dataclasses.field(default=None, init=False, compare=False)
+
+    def __post_init__(self) -> None:
         if not all(isinstance(entry, TunedCall) for entry in self.entries):
-            raise TypeError(f"{entries=} must hold TunedCalls alone")
-        self.device = device
-        self.toolchain = dict(toolchain or {})
-        self.interrupted = interrupted
-        self.left_out = tuple(left_out)
-        self.confirmation: Confirmation | None = None
-        # Shared by all entries into this context, so that a function is traced only once in it.
-        self._overlay: ConfigCache | None = None
+            raise TypeError(f"{self.entries=} must hold TunedCalls alone")
 
     def __iter__(self) -> Iterator[TunedCall]:
         return iter(self.entries)
 
     def __len__(self) -> int:
         return len(self.entries)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, AutotuningResult):
-            return NotImplemented
-        return (self.entries, self.device, self.toolchain) == (other.entries, other.device, other.toolchain)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __or__(self, other: "AutotuningResult") -> "AutotuningResult":
         if not isinstance(other, AutotuningResult):
@@ -298,8 +286,7 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
 
     def compact(self) -> "AutotuningResult":
         """A copy with only the few candidates of each call that show why its winner won."""
-        entries = tuple(entry.compact() for entry in self.entries)
-        return AutotuningResult(entries, device=self.device, toolchain=self.toolchain, interrupted=self.interrupted)
+        return dataclasses.replace(self, entries=tuple(entry.compact() for entry in self.entries), left_out=())
 
     @property
     def configs(self) -> dict[str, Any]:
