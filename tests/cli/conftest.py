@@ -1,16 +1,3 @@
 """What the commands' tests share."""
 
-import pytest
-
-
-@pytest.fixture
-def cache_directory(tmp_path, monkeypatch):
-    """A persistent cache of its own for the default executor."""
-    from tilewright.ops import executor
-
-    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
-    for cached in (executor.default_chain, executor.default_executor):
-        cached.cache_clear()
-    yield tmp_path / "configs"
-    for cached in (executor.default_chain, executor.default_executor):
-        cached.cache_clear()
+from tests.support.caches import cache_directory as cache_directory

@@ -79,7 +79,7 @@ def test_each_entry_is_a_hit(name, folder):
 
 
 def test_which_entries_are_stale(name):
-    """Kernels that have changed since: ``tilewright tune all --stale`` on the card measures them anew.
+    """Kernels that have changed since: ``python -m tools.tables all`` on the card measures them anew.
 
     Whoever changes a kernel, and does not, writes the new numbers down above.
     """

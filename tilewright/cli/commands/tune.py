@@ -19,14 +19,6 @@ def tune(
     ] = None,
     call_budget: Annotated[float | None, options.option("--call-budget", "Seconds for one call.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure again what the cache holds.")] = False,
-    stale: Annotated[
-        bool,
-        typer.Option(
-            "--stale",
-            help="For maintainers: measure an op's calls, or those of 'all', whose entries in the table that ships for "
-            "this device are missing or stale, and write the table.",
-        ),
-    ] = False,
     isolation: Annotated[
         str,
         typer.Option(
@@ -55,12 +47,4 @@ def tune(
 
     limits = {"budget_s": budget, "call_budget_s": call_budget}
     tuner = tuner_of(isolation, timeout)
-    if stale:
-        from tilewright.cli.recording import record_stale
-
-        if call.describes_call or json_file is not None or lock is not None:
-            raise typer.BadParameter(
-                "it measures the calls of a table and takes no call, --json or --lock", param_hint="--stale"
-            )
-        raise typer.Exit(record_stale(target, tuner, again=again, **limits))
     raise typer.Exit(tune_and_report(target, call, tuner, again=again, json_file=json_file, lock_file=lock, **limits))

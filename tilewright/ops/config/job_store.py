@@ -27,7 +27,7 @@ def _client() -> Any:
 
 
 def _asked[**P, T](ask: Callable[P, T], expected: str, *args: P.args, **kwargs: P.kwargs) -> T | None:
-    """What a method of the client returns; ``None`` if it fails with the expected status.
+    """The result of a method of the client; ``None`` if it fails with the expected status.
 
     Raises:
       StoreError: the service fails otherwise.

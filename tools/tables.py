@@ -1,18 +1,23 @@
-"""The work of ``tilewright tune --stale``: measures anew what a table that ships says of changed kernels."""
+"""Measures anew what is stale or missing in the tuned table that ships for this device, and writes the table.
 
+``python -m tools.tables rms_norm``, or ``all`` in place of an op: in a checkout, on the card, with the packages
+installed that the table names. The table is written after each call, so that a run which was cut short goes on where it
+was.
+"""
+
+import argparse
 import contextlib
 import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from tilewright.cli.device import here
 from tilewright.cli.mistakes import first_line
-from tilewright.cli.output import FAILED, Interrupted, complain, counted, stdout
+from tilewright.cli.output import FAILED, INTERRUPTED, complain, counted, stdout
 from tilewright.cli.progress import result_table
 from tilewright.cli.targets import find_op, op_call
 from tilewright.kernels import OPS, kernel
@@ -27,15 +32,20 @@ from tilewright.ops.types import Direction
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
 
-def record_stale(target: str, tuner: Tuner, *, again: bool, budget_s: float | None, call_budget_s: float | None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measures the calls of an op, or of all, that `stale_calls` finds; writes the table after each.
 
     Returns the exit code.
     """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", choices=[*OPS, "all"])
+    parser.add_argument("--again", action="store_true", help="measure again what the cache holds")
+    parser.add_argument("--budget", type=float, help="seconds for everything")
+    parser.add_argument("--isolation", choices=["auto", "process", "none"], default="auto")
+    given = parser.parse_args(arguments)
+    target, budget_s, tuner = given.target, given.budget, Tuner(isolation=given.isolation)
     began = time.monotonic()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the measuring processes need the memory
-    here()
-    ops = list(OPS) if target == "all" else [find_op(target).name]
     device, folder = device_fingerprint(), Path(str(shipped_folder()))
     table, file = load_tables(device, folder), table_file(device, folder)
     _complain_of_missing_packages(file)
@@ -48,11 +58,10 @@ def record_stale(target: str, tuner: Tuner, *, again: bool, budget_s: float | No
             on_event(event)
             if isinstance(event, CallTuned):
                 tuned = AutotuningResult((event.call,), device=device, toolchain=toolchain_fingerprint())
-                add_to_table(file, tuned, f"tilewright tune {target} --stale")
+                add_to_table(file, tuned, f"python -m tools.tables {target}")
                 recorded.append(event.call)
 
-        options: dict[str, Any] = {"tuner": tuner, "reuse": not again, "call_budget_s": call_budget_s}
-        for op in ops:
+        for op in OPS if target == "all" else [find_op(target).name]:
             if budget_s is not None and time.monotonic() - began >= budget_s:
                 complain(f"not looked at, for the budget had ended: {op}")
                 continue
@@ -62,7 +71,9 @@ def record_stale(target: str, tuner: Tuner, *, again: bool, budget_s: float | No
                 continue
             started = time.monotonic() if budget_s is None else began
             try:
-                result = tune_invocations(calls, began=started, budget_s=budget_s, on_event=record, **options)
+                result = tune_invocations(
+                    calls, began=started, budget_s=budget_s, reuse=not given.again, tuner=tuner, on_event=record
+                )
                 interrupted = result.interrupted
             except ExceptionGroup as group:
                 complain(f"{op}: {group.message}; the first: {first_line(group.exceptions[0])}")
@@ -71,10 +82,10 @@ def record_stale(target: str, tuner: Tuner, *, again: bool, budget_s: float | No
                 break
     if recorded:
         stdout().print(result_table(AutotuningResult(tuple(recorded), device=device)))
-    typer.echo(f"{counted(wanted, 'entry', 'entries')} missing or stale, {len(recorded)} of them recorded in {file}")
+    print(f"{counted(wanted, 'entry', 'entries')} missing or stale, {len(recorded)} of them recorded in {file}")
     if interrupted:
-        raise Interrupted(f"interrupted; {file} has what was measured")
-    return FAILED if failed else 0
+        complain(f"interrupted; {file} has what was measured")
+    return INTERRUPTED if interrupted else FAILED if failed else 0
 
 
 def _complain_of_missing_packages(file: Path) -> None:
@@ -99,3 +110,7 @@ def stale_calls(op: str, table: Table) -> list[Invocation[Any, Any]]:
             if not any(key in table for key in (inv.key, *inv.former_keys)):
                 found[inv.key] = inv
     return list(found.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,3 @@
+"""What the tests of tools share."""
+
+from tests.support.caches import cache_directory as cache_directory
