@@ -209,11 +209,7 @@ class TestTypes:
 
         config = Local(Platform.XLA, FwdParams(num_warps=8))
         assert cache.put("key", config)
-        assert cache.get("key") == cache.get("key", expected_type=Local) == config
-        name = f"{__name__}:{Local.__qualname__}"
-        assert name in persistent._local_types
-        del persistent._local_types[name]
-        assert cache.get("key") is None
+        assert cache.get("key") is None  # no name leads to it
         assert cache.entry("key").config is None
         assert cache.entry("key").readable == repr(config)
         assert cache.get("key", expected_type=Local) == config

@@ -59,12 +59,6 @@ def test_functions_take_turns(clock):
     assert [t.samples_ms for t in found] == [(1000.0,) * 3, (2000.0,) * 3]
 
 
-def test_a_measurement_may_end_early(clock):
-    answers = iter([True, False])
-    found = time_interleaved([clock(1.0)], (), warmup=0, iters=9, may_continue=lambda: next(answers))
-    assert len(found[0].samples_ms) == 2
-
-
 @pytest.mark.parametrize(
     ("samples", "median", "noise"),
     [((3.0,), 3.0, 0.0), ((1.0, 3.0), 2.0, 2.0), ((1.0, 2.0, 3.0, 4.0, 100.0), 3.0, 1.0)],

@@ -261,7 +261,7 @@ def _payload(selection: Selection) -> str:
     """A choice as text. A config without a JSON form is named by its ``repr``, by which others recognise theirs."""
     fields: dict[str, Any] = {"step": selection.step, "detail": selection.detail}
     try:
-        fields["config"] = tagged_config(selection.config, {})
+        fields["config"] = tagged_config(selection.config)
     except TypeError:
         fields["repr"] = repr(selection.config)
     return canonical_json(fields)

@@ -70,7 +70,7 @@ class Decision:
             parsed_key.get("direction", ""),
             describe_key(key),
             key,
-            tagged_config(config, {}),
+            tagged_config(config),
             source,
         )
 

@@ -13,8 +13,7 @@ import sys
 import threading
 import time
 import types
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +46,6 @@ _TEMPORARY_NAME = re.compile(r"\.[\w.\-]+\.\d+-[0-9a-f]{16}\.tmp", re.ASCII)
 
 # Exceptions that a config's constructor may raise on fields that an older version of its class accepted.
 REBUILD_ERRORS = (ValueError, RuntimeError, AssertionError)
-
-# Types that cannot be found by name, such as those defined inside a function, while they are alive.
-_local_types: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 Document = dict[str, Any]
 Source = Callable[[Any], str]
@@ -129,22 +125,19 @@ class PersistentCache:
         Raises:
           TypeError: an argument has no JSON form, or would not survive the round trip. Nothing is written then.
         """
-        found: dict[str, type] = {}
-        config = tagged_config(cfg, found)
         document = {
             "schema": SCHEMA,
             "checksum": "",
-            "key": tagged(key, found=found),
+            "key": tagged(key),
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"),
-            "config": config,
+            "config": tagged_config(cfg),
             "readable": repr(cfg),
             "source": source,
             "toolchain": toolchain_fingerprint(),
-            "metadata": tagged(dict(metadata or {}), found=found),
-            "measurements": [tagged(item, found=found) for item in measurements],
+            "metadata": tagged(dict(metadata or {})),
+            "measurements": [tagged(item) for item in measurements],
         }
         document["checksum"] = _checksum(document)
-        _local_types.update(found)
         return self._write(document)
 
     def get(self, key: Hashable, *, expected_type: type | None = None, source: Source | None = None) -> Any | None:
@@ -456,25 +449,15 @@ def _find_loaded(qualified: str) -> Any:
     for part in name.split("."):
         # Not getattr, which may run a module's __getattr__ and thereby import something.
         found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
-    found = _local_types.get(qualified) if found is None else found
     if found is None:
         raise ValueError(f"{qualified} is not loaded")
     return found
 
 
-def tagged_config(cfg: object, found: MutableMapping[str, type]) -> Json:
-    """The tagged form of a config, for `rebuild_config`; ``TypeError`` if it would not survive the round trip.
-
-    Args:
-      found: collects the types whose names were written.
-    """
+def tagged_config(cfg: object) -> Json:
+    """The tagged form of a config, for `rebuild_config`; ``TypeError`` if it would not survive the round trip."""
+    found: dict[str, type] = {}
     data: Json = tagged(cfg, found=found)
-    _check_round_trip(cfg, data, found)
-    _local_types.update(found)
-    return data
-
-
-def _check_round_trip(cfg: object, data: Json, found: Mapping[str, type]) -> None:
     try:
         rebuilt = untagged(data, resolve=lambda name: found.get(name) or _find_loaded(name))
     except ValueError as error:
@@ -483,3 +466,4 @@ def _check_round_trip(cfg: object, data: Json, found: Mapping[str, type]) -> Non
     equal = rebuilt == cfg or '"$float":"nan"' in text  # a NaN differs from itself
     if '"$array":' in text or type(rebuilt) is not type(cfg) or tagged(rebuilt) != data or not equal:
         raise TypeError(f"{cfg!r} would come back from JSON as {rebuilt!r}")
+    return data

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tilewright.errors import NoConfigError
 from tilewright.ops.config import agreement, unbuilt
@@ -20,7 +20,7 @@ from tilewright.ops.config.memory import ConfigCache
 from tilewright.ops.config.nearest import NearestTable
 from tilewright.ops.config.persistent import PersistentCache
 from tilewright.ops.config.results import AutotuningResult, TunedCall
-from tilewright.ops.config.tuner import Tuner, check_tuner
+from tilewright.ops.config.tuner import Tuner
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.kernel.kernel import Invocation
@@ -28,13 +28,6 @@ from tilewright.ops.kernel.names import ConfigHolder, key_is_of, register_config
 from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.hook import Hook
 from tilewright.ops.utils.untraced import measurement_lock
-
-__all__ = [
-    "AutotunePolicy",
-    "ConfigChooser",
-    "ConfigSelectorChain",
-    "Selection",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +39,9 @@ _GUESSES = ("nearest", "heuristic")
 _UNTUNED = ("shipped", *_GUESSES)
 
 
-class MeasureFunction(Protocol):
-    """Measures the candidates of a call and stores the winner in a chain."""
-
-    def __call__(
-        self, inv: Invocation[Any, Any], chain: "ConfigSelectorChain", policy: AutotunePolicy
-    ) -> AutotuningResult: ...
-
-
-MEASURE: Hook[MeasureFunction] = Hook("the autotuner")
+MEASURE: Hook[Callable[[Invocation[Any, Any], "ConfigSelectorChain", AutotunePolicy], AutotuningResult]] = Hook(
+    "the autotuner"
+)
 """The function by which a chain tunes a call where its policy allows that."""
 
 
@@ -93,15 +80,12 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
     ):
         if autotune is not None and policy is not None:
             raise ValueError(f"{autotune=} and {policy=} exclude each other; put allow_autotune into the policy")
-        for name, given, kind in (("cache", cache, ConfigCache), ("persistent", persistent, PersistentCache)):
-            if given is not None and not isinstance(given, kind):
-                raise TypeError(f"{name}={given!r} must be a {kind.__name__} or None")
-        if policy is not None and not isinstance(policy, AutotunePolicy):
-            raise TypeError(f"{policy=} must be an AutotunePolicy or None")
+        expected = {"cache": ConfigCache, "persistent": PersistentCache, "policy": AutotunePolicy, "tuner": Tuner}
+        for name, given in (("cache", cache), ("persistent", persistent), ("policy", policy), ("tuner", tuner)):
+            if given is not None and not isinstance(given, expected[name]):
+                raise TypeError(f"{name}={given!r} must be None or of type {expected[name].__name__}")
         if on_event is not None and not callable(on_event):
             raise TypeError(f"{on_event=} must be callable or None")
-        if tuner is not None:
-            check_tuner(tuner)
         self.cache = ConfigCache() if cache is None else cache
         self.persistent = persistent
         self.policy = policy or AutotunePolicy(allow_autotune=False if autotune is None else autotune)
@@ -166,8 +150,9 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         """Reports and remembers what this process has chosen itself."""
         if overrides.token is not None:  # a program lowered only to be inspected stores nothing
             return selection
-        if selection.step in _UNTUNED:
-            self._report_missing_builds(inv, selection, overrides)
+        if (found := self.not_built(inv, selection)) is not None:
+            in_background = self.effective_policy(overrides).build_in_background
+            unbuilt.report_once(inv, selection.config, *found, in_background=in_background)
         if selection.step not in ("explicit", "overlay", "lock", agreement.STEP):
             self.remember(selection)
         return selection
@@ -205,14 +190,6 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
             return None
         missing = unbuilt.missing(inv, preferred)
         return (preferred, missing) if missing else None
-
-    def _report_missing_builds(self, inv: Invocation[Any, Any], selection: Selection, overrides: Overrides) -> None:
-        """Reports each missing build once, and starts building it if the policy says so."""
-        found = self.not_built(inv, selection)
-        if found is None:
-            return
-        in_background = self.effective_policy(overrides).build_in_background
-        unbuilt.report_once(inv, selection.config, *found, in_background=in_background)
 
     def remember(self, selection: Selection) -> None:
         """Puts a choice into the memory cache; a guess never replaces a measured config."""

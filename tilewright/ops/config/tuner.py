@@ -65,12 +65,6 @@ class Tuner:
             raise TypeError(f"timer={self.timer!r} must be a Timer or None")
 
 
-def check_tuner(tuner: object) -> None:
-    """Raises unless the argument is a ``Tuner``."""
-    if not isinstance(tuner, Tuner):
-        raise TypeError(f"{tuner=} must be a Tuner or None")
-
-
 def check_counts(**counts: tuple[int, int]) -> None:
     """Raises unless each number is an integer of at least the second of its pair."""
     for name, (count, minimum) in counts.items():

@@ -18,14 +18,9 @@ BUILD_IN_BACKGROUND: Hook[Callable[[Sequence[Build]], None]] = Hook("the process
 _REPORTED: set[Build] = set()
 
 
-def needed(inv: Invocation[Any, Any], cfg: object) -> tuple[Build, ...]:
-    """The builds that a config needs, already built or not."""
-    return tuple(inv.kernel.config_builds(inv, cfg))
-
-
 def missing(inv: Invocation[Any, Any], cfg: object) -> tuple[Build, ...]:
     """The missing builds that make a config be skipped."""
-    return missing_builds(needed(inv, cfg))
+    return missing_builds(inv.kernel.config_builds(inv, cfg))
 
 
 def report_once(

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tilewright.ops.config import unbuilt
 from tilewright.ops.config.results import TunedCall
 from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.config.tuner import Search
@@ -43,7 +42,7 @@ class BuildGate:
         if index in self._open:
             return ()
         if index not in self._waits_for:
-            needed = unbuilt.needed(self._inv, self._configs[index])
+            needed = self._inv.kernel.config_builds(self._inv, self._configs[index])
             self._waits_for[index] = tuple(each for each in needed if not each.is_made())
         return self._waits_for[index]
 

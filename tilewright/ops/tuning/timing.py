@@ -270,14 +270,12 @@ def time_interleaved(
     *,
     warmup: int,
     iters: int,
-    may_continue: Callable[[], bool] = lambda: True,
 ) -> list[Timing]:
     """Times functions in turn, so that a machine that slows down slows all of them.
 
     Args:
       warmup: untimed calls of each function.
       iters: samples of each function.
-      may_continue: asked before every round but the first; ``False`` ends the measurement with the samples taken.
     """
     calls = []
     for function in functions:
@@ -285,9 +283,7 @@ def time_interleaved(
             jax.block_until_ready(function(*args))
         calls.append(calls_per_sample(function, args))
     samples: list[list[float]] = [[] for _ in functions]
-    for i in range(iters):
-        if i and not may_continue():
-            break
+    for _ in range(iters):
         for function, count, function_samples in zip(functions, calls, samples, strict=True):
             function_samples.append(sample_ms(function, args, count))
     return [Timing(tuple(function_samples)) for function_samples in samples]

@@ -11,7 +11,7 @@ from typing import Any
 from tilewright.ops.config.context import AutotunePolicy, check_budget, choices_changed, current_overrides
 from tilewright.ops.config.results import AutotuningResult, TunedCall
 from tilewright.ops.config.selection import MEASURE, ConfigSelectorChain, default_chain
-from tilewright.ops.config.tuner import Tuner, check_tuner
+from tilewright.ops.config.tuner import Tuner
 from tilewright.ops.kernel.kernel import Invocation, Kernel
 from tilewright.ops.kernel.parts import Arguments
 from tilewright.ops.kernel.prepared import prepared
@@ -70,8 +70,8 @@ class Autotuner:
             raise TypeError(f"{chooser=} must be a ConfigSelectorChain or None")
         if on_event is not None and not callable(on_event):
             raise TypeError(f"{on_event=} must be callable or None")
-        if tuner is not None:
-            check_tuner(tuner)
+        if tuner is not None and not isinstance(tuner, Tuner):
+            raise TypeError(f"{tuner=} must be a Tuner or None")
         check_budget(budget_s)
         check_budget(call_budget_s, "call_budget_s")
         self.tuner = tuner or Tuner()
@@ -305,16 +305,11 @@ def autotune(
       ExceptionGroup: every candidate failed; contains all of their exceptions.
     """
     inv, inputs = prepared(kernel, args, kwargs)
-    tuner = Autotuner(Tuner(num_warmup, num_iters), verify=verification_enabled())
-    result = tuner.tune(inv, configs=configs, inputs=inputs)
+    verify = dict(current_overrides().policy).get("verify", True)
+    result = Autotuner(Tuner(num_warmup, num_iters), verify=verify).tune(inv, configs=configs, inputs=inputs)
     if result.interrupted:
         raise KeyboardInterrupt
     return result.entries[0].winner.config
-
-
-def verification_enabled() -> bool:
-    """True unless ``policy_override`` switches verification off."""
-    return bool(dict(current_overrides().policy).get("verify", True))
 
 
 def autotune_recorded(
