@@ -7,7 +7,6 @@ and reads their caches in place: no call copies one.
 import contextlib
 import functools
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tilewright.kernels.op.arguments import PlatformLike, as_array, number, platforms
+from tilewright.kernels.op.arguments import PlatformLike, as_array, integer, number, platforms
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.op import PagedAttentionKernel
@@ -125,8 +124,7 @@ def ragged_paged_attention(
         to logits, and what it adds must hide them.
       k_scale: what stored keys are multiplied by. int8 needs both scales.
       v_scale: what stored values are multiplied by.
-      num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: checked as JAX does and not used: they tune its
-        TPU kernel.
+      num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: not used: they tune JAX's TPU kernel.
       platform: None or "auto" takes the best that can serve the call; a name (or several, in order of preference) is
         strict.
       cfg: a config to use instead of the selected one.
@@ -145,13 +143,10 @@ def ragged_paged_attention(
             "soft_cap": _soft_cap("soft_cap", soft_cap),
             "k_scale": _scale("k_scale", k_scale, arrays[1].dtype),
             "v_scale": _scale("v_scale", v_scale, arrays[1].dtype),
-            "sliding_window": _positive("sliding_window", sliding_window),
+            "sliding_window": _window(sliding_window),
             "platform": platforms(platform),
         }
         _check_mask_value(mask_value)
-        _positive("num_kv_pages_per_block", num_kv_pages_per_block, most=arrays[3].shape[1])
-        _positive("num_queries_per_block", num_queries_per_block)
-        _positive("vmem_limit_bytes", vmem_limit_bytes)
     return _ragged(*arrays, **static, cfg=cfg)
 
 
@@ -173,24 +168,12 @@ def _ragged_arrays(
 ) -> list[Any]:
     """The arrays of a call, checked, the integers int32."""
     q, kv_pages = as_array("q", q), as_array("kv_pages", kv_pages)
-    said = f"got {q.shape=}, {kv_pages.shape=}"
-    if len(q.shape) != 3:
-        raise ValueError(f"q must be [max_num_batched_tokens, num_q_heads, head_dim], {said}")
-    if len(kv_pages.shape) != 4:
-        raise ValueError(
-            f"kv_pages must be [total_num_pages, page_size, num_combined_kv_heads, head_dim], of rank 4, {said}"
-        )
-    heads, head_dim = q.shape[1:]
+    layout = "[total_num_pages, page_size, num_combined_kv_heads, head_dim]"
+    _check_cache(q, "[max_num_batched_tokens, num_q_heads, head_dim]", {"kv_pages": kv_pages}, layout)
     combined = kv_pages.shape[2]
-    if heads == 0 or head_dim == 0:
-        raise ValueError(f"q needs at least one head and one element in each, {said}")
     if combined == 0 or combined % 2:
-        raise ValueError(f"kv_pages must have an even number of heads, of keys and values in turn, {said}")
-    if kv_pages.shape[3] != head_dim:
-        raise ValueError(f"q and kv_pages must have the same head dim, {said}")
-    if heads % (combined // 2):
-        raise ValueError(f"the {combined // 2} key heads of kv_pages must divide the {heads} heads of q, {said}")
-    _check_dtypes(q, {"kv_pages": kv_pages})
+        raise ValueError(f"kv_pages must have an even number of heads, keys and values in turn, got {kv_pages.shape=}")
+    _check_heads(q, combined // 2)
     table = arguments.integers("page_indices", page_indices, (None, None), "[max_num_seqs, pages_per_seq]")
     n = table.shape[0]
     where = f"with max_num_seqs={n}, as page_indices has it"
@@ -299,9 +282,6 @@ def paged_attention(
     """
     with _named("paged_attention"):
         _check_mask_value(mask_value)
-        _positive("pages_per_compute_block", pages_per_compute_block)
-        if megacore_mode not in (None, "kv_head", "batch"):
-            raise ValueError(f"{megacore_mode=} must be 'kv_head', 'batch' or None")
         keys, key_scale = _tensor("k_pages", k_pages)
         values, value_scale = _tensor("v_pages", v_pages)
         arrays = _decoding_arrays(q, keys, values, lengths, page_indices)
@@ -338,18 +318,9 @@ def _decoding_arrays(
 ) -> list[Any]:
     """The arrays of a call, checked, the integers int32."""
     q = as_array("q", q)
-    said = f"got {q.shape=}, {k_pages.shape=}, {v_pages.shape=}"
-    if len(q.shape) != 3:
-        raise ValueError(f"q must be [batch_size, num_q_heads, head_dim], {said}")
-    if len(k_pages.shape) != 4 or k_pages.shape != v_pages.shape:
-        raise ValueError(
-            f"k_pages and v_pages must both be [num_kv_heads, total_num_pages, page_size, head_dim], {said}"
-        )
-    if 0 in (*q.shape[1:], k_pages.shape[0]) or q.shape[1] % k_pages.shape[0]:
-        raise ValueError(f"the heads of k_pages and v_pages must divide those of q, {said}")
-    if k_pages.shape[3] != q.shape[2]:
-        raise ValueError(f"q, k_pages and v_pages must have the same head dim, {said}")
-    _check_dtypes(q, {"k_pages": k_pages, "v_pages": v_pages})
+    layout = "[num_kv_heads, total_num_pages, page_size, head_dim]"
+    _check_cache(q, "[batch_size, num_q_heads, head_dim]", {"k_pages": k_pages, "v_pages": v_pages}, layout)
+    _check_heads(q, k_pages.shape[0])
     n = q.shape[0]
     lengths = arguments.integers("lengths", lengths, (n,), f"[batch_size] with batch_size={n}, as q has it")
     layout = f"[batch_size, pages_per_sequence] with batch_size={n}, as q has it"
@@ -365,7 +336,17 @@ def _named(function: str) -> Iterator[None]:
         raise type(error)(f"{function}: {error}") from None
 
 
-def _check_dtypes(q: jax.Array, caches: dict[str, Any]) -> None:
+def _check_cache(q: jax.Array, q_layout: str, caches: dict[str, Any], layout: str) -> None:
+    names = " and ".join(caches)
+    said = ", ".join([f"got {q.shape=}", *(f"{name}.shape={cache.shape}" for name, cache in caches.items())])
+    if len(q.shape) != 3:
+        raise ValueError(f"q must be {q_layout}, {said}")
+    if any(len(cache.shape) != 4 for cache in caches.values()) or len({cache.shape for cache in caches.values()}) > 1:
+        raise ValueError(f"{names} must be {layout}, {said}")
+    if 0 in q.shape[1:]:
+        raise ValueError(f"q needs at least one head and one element in each, {said}")
+    if any(cache.shape[3] != q.shape[2] for cache in caches.values()):
+        raise ValueError(f"q and {names} must have the same head dim, {said}")
     if q.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
         raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {q.dtype=}")
     for name, cache in caches.items():
@@ -373,7 +354,12 @@ def _check_dtypes(q: jax.Array, caches: dict[str, Any]) -> None:
             said = f"got {q.dtype=}, {name}.dtype={cache.dtype}"
             raise TypeError(f"{name} must have q's dtype or one of {arguments.QUANTISED}, {said}")
     if len({cache.dtype for cache in caches.values()}) > 1:
-        raise TypeError(f"{' and '.join(caches)} must have one dtype, got {[c.dtype.name for c in caches.values()]}")
+        raise TypeError(f"{names} must have one dtype, got {[cache.dtype.name for cache in caches.values()]}")
+
+
+def _check_heads(q: jax.Array, kv_heads: int) -> None:
+    if kv_heads == 0 or q.shape[1] % kv_heads:
+        raise ValueError(f"the {kv_heads} key heads of the pages must divide the {q.shape[1]} heads of q")
 
 
 def _soft_cap(name: str, given: Any) -> float | None:
@@ -401,17 +387,10 @@ def _check_mask_value(mask_value: Any) -> None:
         raise ValueError(f"mask_value must hide keys: at most {WEAKEST_MASK_VALUE}, or None, got {mask_value=}")
 
 
-def _positive(name: str, given: Any, most: int | None = None) -> int | None:
-    """A positive integer, or None."""
-    if given is None:
+def _window(sliding_window: int | None) -> int | None:
+    if sliding_window is None:
         return None
-    try:
-        size = operator.index(given)
-    except TypeError:
-        size = None
-    if size is None or isinstance(given, bool):
-        raise TypeError(f"{name} must be an integer or None, got {given!r}")
-    if size <= 0 or (most is not None and size > most):
-        within = "positive" if most is None else f"from 1 to {most}"
-        raise ValueError(f"{name} must be {within}, got {name}={size}")
-    return size
+    window = integer("sliding_window", sliding_window)
+    if window <= 0:
+        raise ValueError(f"sliding_window must be positive, got {sliding_window=}")
+    return window
