@@ -49,6 +49,9 @@ class Said(Bench):
         except CandidateError as error:
             return Trial(error=str(error))
 
+    def is_ready(self, index: int) -> bool:
+        return index in self.started
+
     def sample_ms(self, index: int) -> float:
         self.sampled.append(index)
         said = next(self._samples[index])

@@ -63,8 +63,12 @@ class Bench(abc.ABC):
         """Compiles, runs and checks a candidate, and takes a first sample; errors are part of the trial."""
 
     @abc.abstractmethod
+    def is_ready(self, index: int) -> bool:
+        """Readies a candidate for its next sample or check; False if it must be started, or started again, first."""
+
+    @abc.abstractmethod
     def sample_ms(self, index: int) -> float:
-        """Takes one more sample of a candidate that was started without an error.
+        """Takes one more sample of a candidate that is ready.
 
         Raises:
           CandidateError: the candidate failed.
@@ -72,7 +76,9 @@ class Bench(abc.ABC):
 
     @abc.abstractmethod
     def recheck(self, index: int) -> list[str]:
-        """The differences from the oracle of its results over poisoned memory; empty without an oracle.
+        """The differences from the oracle of the results of one that is ready, over poisoned memory.
+
+        Empty without an oracle.
 
         Raises:
           CandidateError: the candidate failed.
@@ -149,6 +155,9 @@ class LocalBench(Bench):
             return Trial(error=failure(error), exception=error)
         self._functions[index] = function
         return Trial("passed" if self._work.checked else "unchecked", "", sample, repeats_to=self._timer.repeats_to)
+
+    def is_ready(self, index: int) -> bool:
+        return index in self._functions
 
     def sample_ms(self, index: int) -> float:
         function, operands = self._functions[index], self._work.operands

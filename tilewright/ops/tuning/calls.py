@@ -12,7 +12,7 @@ from tilewright.ops.config.tuner import Search
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.kernel.candidates import kind_of
 from tilewright.ops.kernel.kernel import Invocation
-from tilewright.ops.tuning.bench import Bench, CandidateError, Trial
+from tilewright.ops.tuning.bench import Bench, Trial
 from tilewright.ops.tuning.builds.background import BackgroundBuilds
 from tilewright.ops.tuning.candidate_search import CandidateSearch
 from tilewright.ops.tuning.events import TuningEvent
@@ -66,12 +66,11 @@ class BuildGate:
 
 
 class SuspendedBench(Bench):
-    """A bench that can be closed and is made anew on its next use, which starts earlier candidates again."""
+    """A bench that can be closed, and is made anew on its next use."""
 
     def __init__(self, make: Callable[[], Bench]):
         self._make = make
         self._bench: Bench | None = None
-        self._started: set[int] = set()
 
     @property
     def is_open(self) -> bool:
@@ -84,20 +83,19 @@ class SuspendedBench(Bench):
         return self._open().expect(indices)
 
     def start(self, index: int) -> Trial:
-        trial = self._open().start(index)
-        if not trial.error:
-            self._started.add(index)
-        return trial
+        return self._open().start(index)
+
+    def is_ready(self, index: int) -> bool:
+        return self._bench is not None and self._bench.is_ready(index)
 
     def sample_ms(self, index: int) -> float:
-        return self._with_started(index).sample_ms(index)
+        return self._open().sample_ms(index)
 
     def recheck(self, index: int) -> list[str]:
-        return self._with_started(index).recheck(index)
+        return self._open().recheck(index)
 
     def close(self) -> None:
         bench, self._bench = self._bench, None
-        self._started.clear()
         if bench is not None:
             bench.close()
 
@@ -105,14 +103,6 @@ class SuspendedBench(Bench):
         if self._bench is None:
             self._bench = self._make()
         return self._bench
-
-    def _with_started(self, index: int) -> Bench:
-        bench = self._open()
-        if index not in self._started:
-            trial = self.start(index)
-            if trial.error:
-                raise CandidateError(trial.error)
-        return bench
 
 
 class CallTuning:

@@ -69,7 +69,6 @@ class CandidateSearch:
         self._emit, self._record = emit, record
         self._first = first
         self._found: dict[int, Candidate] = {}
-        self._started: set[int] = set()
         # Candidates whose only sample was taken right after the first run, not interleaved with others.
         self._first_sample_only: set[int] = set()
         self._repeats_to = Timer.repeats_to
@@ -225,7 +224,6 @@ class CandidateSearch:
         impossible = self._impossible(trial.sample_ms)
         if impossible:
             return Candidate(config, (), "failed", impossible, heuristic)
-        self._started.add(index)
         self._first_sample_only.add(index)
         return Candidate(config, (trial.sample_ms,), trial.check, "", heuristic)
 
@@ -295,7 +293,7 @@ class CandidateSearch:
     def _sample(self, index: int) -> bool:
         """Takes one more sample; returns False if that was not possible."""
         try:
-            if not self._is_started(index):
+            if not self._is_ready(index):
                 return False
             sample = self._bench.sample_ms(index)
         except OutOfTimeError:
@@ -310,20 +308,19 @@ class CandidateSearch:
         self._found[index] = dataclasses.replace(self._found[index], samples_ms=(*kept, sample))
         return True
 
-    def _is_started(self, index: int) -> bool:
-        """Starts a candidate that an earlier tuning had measured, if it was not started yet.
+    def _is_ready(self, index: int) -> bool:
+        """Starts a candidate that is not ready: an earlier tuning measured it, or what ran it was closed or has ended.
 
         Raises:
           OutOfTimeError: there is no time left to start it.
         """
-        if index not in self._started:
+        if not self._bench.is_ready(index):
             self._emit(CandidateStarted(index, self._configs[index]))
             trial = self._start(index)
             if trial.check == "left out":
                 raise OutOfTimeError(trial.error)
             if trial.error:
                 return self._fail(index, trial.error, trial.check)
-            self._started.add(index)
         return True
 
     def _fail(self, index: int, error: str, check: str = "failed") -> bool:
@@ -350,7 +347,7 @@ class CandidateSearch:
         if not self._found[index].eligible:
             return False
         try:
-            if not self._is_started(index):
+            if not self._is_ready(index):
                 return False
             wrong = self._bench.recheck(index)
         except OutOfTimeError:  # keep the measurements: its results were right once

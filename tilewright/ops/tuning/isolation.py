@@ -278,6 +278,10 @@ class ProcessBench(Bench):
                 self._begun().initial_bytes = self._begun().held_bytes
         return trial
 
+    def is_ready(self, index: int) -> bool:
+        self._replace_if_it_leaks()
+        return index in self._started
+
     def sample_ms(self, index: int) -> float:
         sample: float = self._of_started("sample_ms", index)
         return sample
@@ -294,13 +298,7 @@ class ProcessBench(Bench):
         self._started.clear()
 
     def _of_started(self, request: str, index: int) -> Any:
-        self._replace_if_it_leaks()
         self._check_time()
-        if index not in self._started:  # it ran in a worker that has ended
-            trial = self.start(index)
-            if trial.error:
-                self._check_time()
-                raise CandidateError(trial.error)
         try:
             error, answer = self._ask(request, index)
             if error:
