@@ -37,33 +37,28 @@ def lower(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) ->
     """
     if isinstance(fn, jax.stages.Compiled):
         raise TypeError("a compiled program no longer holds all labels of its calls; give the function, or its Lowered")
-    if _is_lowered(fn):
+    lowered = _jax_lowered(fn)
+    if lowered is not None:
         if args or kwargs:
             raise TypeError(f"{type(fn).__name__} is lowered already and takes no arguments, got {args=} and {kwargs=}")
-        return _jax_lowered(fn)
+        return lowered
     if not callable(fn):
         raise TypeError(f"{fn!r} of type {type(fn).__name__} is neither a function nor lowered")
     with inspection_only():
         method = getattr(fn, "lower", None)  # a method of the results of jax.jit, nnx.jit and eqx.filter_jit
-        lowered = method(*args, **kwargs) if callable(method) else _lower_plain(fn, args, kwargs)
-    return _jax_lowered(lowered)
-
-
-def _jax_lowered(lowered: Any) -> jax.stages.Lowered:
-    """The ``jax.stages.Lowered`` inside of what JAX, Flax or Equinox return for a lowered function."""
-    found: jax.stages.Lowered = getattr(lowered, "lowered", lowered)
-    return found
-
-
-def _is_lowered(fn: object) -> bool:
-    """True for what JAX, Flax or Equinox return for a lowered function."""
-    return isinstance(fn, jax.stages.Lowered) or isinstance(getattr(fn, "lowered", None), jax.stages.Lowered)
-
-
-def _lower_plain(fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> jax.stages.Lowered:
-    flat, arrays = _flat_call(fn, args, kwargs)
-    lowered: jax.stages.Lowered = flat.lower(arrays)
+        if callable(method):
+            lowered = _jax_lowered(method(*args, **kwargs))
+        else:
+            flat, arrays = _flat_call(fn, args, kwargs)
+            lowered = flat.lower(arrays)
+    assert lowered is not None  # such a method returns nothing else
     return lowered
+
+
+def _jax_lowered(lowered: object) -> jax.stages.Lowered | None:
+    """The ``jax.stages.Lowered`` inside of what JAX, Flax or Equinox return for a lowered function; else ``None``."""
+    found = getattr(lowered, "lowered", lowered)
+    return found if isinstance(found, jax.stages.Lowered) else None
 
 
 def _flat_call(fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Any, list[Any]]:

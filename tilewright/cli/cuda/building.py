@@ -134,10 +134,8 @@ class BuildProgress:
         self.bar = event_bar(console, "{task.fields[running]}")
         self.done: dict[Group, GroupDone] = {}
         self.failed: dict[Group, BuildError] = {}
-        self._total = total
-        self._is_interactive = is_interactive(sys.stderr)
         self._running: list[Group] = []
-        self.bar.disable = not self._is_interactive
+        self.bar.disable = not is_interactive(sys.stderr)
         self._task = self.bar.add_task("building", total=total, running="")
 
     def on_event(self, event: Event) -> None:
@@ -156,7 +154,7 @@ class BuildProgress:
                 self.failed[event.group] = event.error
                 self._print(f"failed: {event.error.message}")
         running = ", ".join(map(str, self._running))
-        self.bar.update(self._task, completed=len(self.done) + len(self.failed), running=running)
+        self.bar.update(self._task, completed=len(self.finished), running=running)
 
     @property
     def finished(self) -> set[Group]:
@@ -165,13 +163,12 @@ class BuildProgress:
 
     def set_total(self, total: int) -> None:
         """Sets the number of groups."""
-        self._total = total
         self.bar.update(self._task, total=total)
 
     def _print(self, text: str) -> None:
-        if not self._is_interactive:
-            ended = len(self.done) + len(self.failed)
-            print(f"{text} ({ended} of {self._total})", file=sys.stderr, flush=True)
+        if self.bar.disable:
+            (task,) = self.bar.tasks
+            print(f"{text} ({len(self.finished)} of {task.total})", file=sys.stderr, flush=True)
 
     def report_failures(self) -> None:
         """Prints, for each group that failed, the compiler's output and the reason; equal ones once."""

@@ -473,13 +473,9 @@ def _decode_scalar(data: object, members: list[Any], kind: object, path: str) ->
     # float last: an int stays an int where both are allowed
     for member in sorted(members, key=lambda member: member is float):
         if isinstance(member, enum.EnumType):  # msgspec refuses enums whose values have several types
-            equal = [
-                member_value
-                for member_value in list[enum.Enum](member)
-                if type(member_value.value) is type(data) and member_value.value == data
-            ]
-            if equal:
-                return equal[0]
+            for each in list[enum.Enum](member):
+                if type(each.value) is type(data) and each.value == data:
+                    return each
             continue
         try:
             return msgspec.convert(data, member, strict=True)
