@@ -1,6 +1,7 @@
 """``tilewright cache``: the tuned configs that earlier tunings stored on disk."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -108,32 +109,31 @@ def clear(
 ) -> None:
     """Delete all entries, and what unfinished tunings have measured."""
     from tilewright.cli.entries import open_cache
+    from tilewright.ops.lowering.lowered_files import LoweredFiles
     from tilewright.ops.tuning.journal import unfinished
 
     if lowered:
-        _clear_lowered(yes, path)
+        files = LoweredFiles(path)
+        _delete(files.clear, lambda: files.usage()[0], ("file", "files"), files.path, yes)
         return
     cache = open_cache(path)
-    if not yes and not _confirmed(f"Delete {counted(len(cache), 'entry', 'entries')} of {cache.path}?"):
+
+    def delete() -> int:
+        unfinished(cache).clear()
+        return cache.clear()
+
+    _delete(delete, lambda: len(cache), ("entry", "entries"), cache.path, yes)
+
+
+def _delete(
+    delete: Callable[[], int], count: Callable[[], int], nouns: tuple[str, str], folder: Path, yes: bool
+) -> None:
+    if not yes and not _confirmed(f"Delete {counted(count(), *nouns)} of {folder}?"):
         complain("nothing was deleted")
         raise typer.Exit(FAILED)
-    unfinished(cache).clear()
-    typer.echo(f"{counted(cache.clear(), 'entry', 'entries')} deleted from {cache.path}")
-    if left := len(cache):
-        raise Failure(f"{counted(left, 'entry', 'entries')} could not be deleted")
-
-
-def _clear_lowered(yes: bool, path: Path | None) -> None:
-    from tilewright.ops.lowering.lowered_files import LoweredFiles
-
-    files = LoweredFiles(path)
-    count, _ = files.usage()
-    if not yes and not _confirmed(f"Delete {counted(count, 'file', 'files')} of {files.path}?"):
-        complain("nothing was deleted")
-        raise typer.Exit(FAILED)
-    typer.echo(f"{counted(files.clear(), 'file', 'files')} deleted from {files.path}")
-    if left := files.usage()[0]:
-        raise Failure(f"{counted(left, 'file', 'files')} could not be deleted")
+    typer.echo(f"{counted(delete(), *nouns)} deleted from {folder}")
+    if left := count():
+        raise Failure(f"{counted(left, *nouns)} could not be deleted")
 
 
 def _confirmed(question: str) -> bool:

@@ -273,7 +273,8 @@ class ActiveLock:
 
     def _answer(self, inv: Invocation[Any, Any]) -> tuple[Any, str]:
         if inv.device_fingerprint != self.lock.device:
-            return None, "" if _has_device(self.lock.device) else self._other_device(inv)
+            there = f"it is of {self.lock.device}, which this process does not have"
+            return None, "" if _has_device(self.lock.device) else f"{there}; the call is for {inv.device_fingerprint}"
         decision = next(filter(None, map(self.lock.get, (inv.key, *inv.former_keys))), None)
         if decision is None:
             return None, _LACKS
@@ -290,11 +291,6 @@ class ActiveLock:
                 return None, why
             _log_once(f"the lock {self.name} decides all the same, but {why}")
         return config, ""
-
-    def _other_device(self, inv: Invocation[Any, Any]) -> str:
-        return (
-            f"it is of {self.lock.device}, which this process does not have; the call is for {inv.device_fingerprint}"
-        )
 
     def refusal(self, inv: Invocation[Any, Any], why: str) -> str:
         """The error message for a call that must not run without a decision."""

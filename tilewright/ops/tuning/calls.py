@@ -117,6 +117,7 @@ class CallTuning:
       start_until: no further candidate is started after this time of ``time.monotonic``.
       sample_until: no further sample is taken after this time.
       spent_s: seconds that its measurements took.
+      search: the search for the fastest candidate.
     """
 
     def __init__(
@@ -140,39 +141,21 @@ class CallTuning:
         self._gate = BuildGate(inv, configs, predictions)
         self._bench = SuspendedBench(bench)
         self._journal = Journal(chooser, inv, configs)
-        self._search = CandidateSearch(
+        self.search = CandidateSearch(
             self._bench,
             configs,
             self._limits(iters, search),
             predictions=predictions,
             known=self._journal.known(),
             emit=emit,
-            record=lambda _: self._journal.record(self._search.found),
+            record=lambda _: self._journal.record(self.search.found),
             first=first,
         )
 
     @property
-    def is_waiting(self) -> bool:
-        return self._search.is_waiting
-
-    @property
-    def can_explore(self) -> bool:
-        return self._search.can_explore
-
-    @property
-    def is_open(self) -> bool:
-        """True if it holds arrays and compiled candidates."""
-        return self._bench.is_open
-
-    @property
-    def start_s(self) -> float:
-        """Average seconds to compile, check and sample a candidate once."""
-        return self._search.start_s
-
-    @property
     def ending_s(self) -> float:
         """Expected seconds of the decision: candidates may have to be started again."""
-        return 1.0 + (1 if self.is_open else 3) * self._search.start_s
+        return 1.0 + (1 if self._bench.is_open else 3) * self.search.start_s
 
     def needed_builds(self, index: int) -> tuple[Build, ...]:
         """The builds that a candidate waits for; none for an index beyond the last."""
@@ -187,9 +170,9 @@ class CallTuning:
         self._timed(self._explore)
 
     def _explore(self) -> None:
-        if self._search.can_explore:  # otherwise arrays and an oracle are not needed yet
+        if self.search.can_explore:  # otherwise arrays and an oracle are not needed yet
             self._bench.prepare()
-        self._search.explore()
+        self.search.explore()
 
     def suspend(self) -> None:
         """Releases arrays and compiled candidates; all measurements are kept."""
@@ -202,16 +185,16 @@ class CallTuning:
           ExceptionGroup: every candidate that was started failed.
         """
         try:
-            chosen = self._timed(self._search.decide)
+            chosen = self._timed(self.search.decide)
         finally:
             self.suspend()
-        found = self._search.found
+        found = self.search.found
         if chosen is None:
             failed = [c.exception or ValueError(c.error) for c in found if c.failed]
             if not failed or self._cancelled.is_set():
                 return None
             raise ExceptionGroup(f"every candidate of {self.inv.kernel.name} ({self.inv.direction}) failed", failed)
-        complete = not any(c.left_out for c in found) and not self._search.cut_short and not self._cancelled.is_set()
+        complete = not any(c.left_out for c in found) and not self.search.cut_short and not self._cancelled.is_set()
         source = self.inv.kernel.source(found[chosen].config)
         entry = TunedCall.of(self.inv, found, chosen, complete=complete, source=source)
         self._chooser.store(self.inv, entry.winner.config, entry.candidates, entry.winner.time_ms, entry.complete)
@@ -229,7 +212,7 @@ class CallTuning:
     def _limits(self, iters: int, search: Search) -> Limits:
         def may_start() -> bool:
             now = time.monotonic()
-            soon = now + self._search.start_s
+            soon = now + self.search.start_s
             return not self._cancelled.is_set() and now < self.start_until and soon < self.sample_until
 
         def may_continue() -> bool:

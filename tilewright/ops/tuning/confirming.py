@@ -56,14 +56,11 @@ def confirmed(
 
 def _sample_ms(fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> float:
     """Milliseconds of one call; it gets copies, since the program may donate or update its arguments."""
-    copies, keywords = jax.block_until_ready(jax.tree.map(_copy, (args, kwargs)))
+    given = jax.tree.map(lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf, (args, kwargs))
+    copies, keywords = jax.block_until_ready(given)
     start = time.perf_counter()
     results = fn(*copies, **keywords)
     # Wait for arguments that the program updates, such as Flax modules; donated arrays are deleted.
     leaves = [leaf for leaf in jax.tree.leaves((copies, keywords)) if isinstance(leaf, jax.Array)]
     jax.block_until_ready((results, [leaf for leaf in leaves if not leaf.is_deleted()]))
     return (time.perf_counter() - start) * 1e3
-
-
-def _copy(leaf: object) -> object:
-    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf

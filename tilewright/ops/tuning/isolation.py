@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe
-from typing import IO, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -118,7 +118,7 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._output = _unnamed_file()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         parent_end, worker_end = Pipe()
         self._connection: Connection = parent_end
         environment = os.environ | {
@@ -195,12 +195,6 @@ class Worker:
         output = self._output.read().decode(errors="replace").strip()
         self.end()
         return f"{how}\n{output}" if output else how
-
-
-def _unnamed_file() -> IO[bytes]:
-    descriptor, path = tempfile.mkstemp()
-    os.unlink(path)
-    return os.fdopen(descriptor, "r+b")
 
 
 _prestarted: "list[Worker]" = []

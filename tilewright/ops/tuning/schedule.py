@@ -83,7 +83,7 @@ class Schedule:
             if self._cancelled.is_set():
                 return
             left = self._deadline - time.monotonic()
-            if left <= max((other.start_s for other in self._calls[:position]), default=0.0):
+            if left <= max((other.search.start_s for other in self._calls[:position]), default=0.0):
                 self._leave_out(call)
                 continue
             self._open(call)
@@ -94,7 +94,7 @@ class Schedule:
         """Resumes calls whose builds are made, until the remaining time is needed to decide."""
         while self._waiting and not self._cancelled.is_set():
             self._report_builds()
-            call = next((each for each in self._waiting if each.can_explore or not each.is_waiting), None)
+            call = next((each for each in self._waiting if each.search.can_explore or not each.search.is_waiting), None)
             needed = sum(each.ending_s for each in self._waiting)
             left = self._wait_until - time.monotonic() - needed
             if left <= 0:
@@ -116,7 +116,7 @@ class Schedule:
         self._set_clock(call, seconds)
         call.explore()
         self._report_builds()
-        if call.is_waiting and not call.can_explore and not self._cancelled.is_set():
+        if call.search.is_waiting and not call.search.can_explore and not self._cancelled.is_set():
             self._waiting.append(call)
         else:
             self._decide(call)

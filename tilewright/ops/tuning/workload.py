@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -30,7 +31,7 @@ from tilewright.ops.types import MappedAxis
 from tilewright.ops.utils.untraced import numerics_here
 
 SEED = 20
-# Number of different elements drawn for a mapped axis; a longer axis repeats them.
+# Number of different elements drawn for mapped axes; longer ones repeat them.
 DISTINCT_ELEMENTS = 8
 # The oracle runs twice only: autotuning its matmuls would take longer than running them untuned.
 ORACLE_OPTIONS: dict[str, bool | int | str] = {"xla_gpu_autotune_level": 0}
@@ -155,28 +156,20 @@ class Workload:
         return code
 
     def _sampled(self) -> tuple[list[Any], Any]:
-        """Random arguments, those of mapped leaves stacked along the mapped axes."""
+        """Random arguments; a leaf that is mapped has a few different draws, repeated, along its mapped axes."""
         inv, key = self._inv, jax.random.key(SEED)
-        arrays, structure = split(inv.kernel.sample_inputs(inv, key))
-        for depth, axis in enumerate(reversed(inv.mapped)):
-            draws = [arrays]
-            for i in range(1, min(axis.size, DISTINCT_ELEMENTS)):
-                draws.append(
-                    self._element(jax.random.fold_in(key, 100 * depth + i), inv.mapped[len(inv.mapped) - depth :])
-                )
-            index = [i % len(draws) for i in range(axis.size)]
-            arrays = [
-                jnp.stack([draws[i][leaf] for i in index]) if axis.mapped[leaf] else arrays[leaf]
-                for leaf in range(len(arrays))
-            ]
-        return arrays, structure
+        count = max(1, min(math.prod(axis.size for axis in inv.mapped), DISTINCT_ELEMENTS))
+        keys = [key, *(jax.random.fold_in(key, i) for i in range(1, count))]
+        draws, (structure, *_) = zip(*(split(inv.kernel.sample_inputs(inv, each)) for each in keys), strict=True)
 
-    def _element(self, key: jax.Array, inner: Sequence[Any]) -> list[Any]:
-        """One more draw, with the inner mapped axes filled by repetition."""
-        arrays, _ = split(self._inv.kernel.sample_inputs(self._inv, key))
-        for axis in reversed(inner):
-            arrays = [jnp.stack([a] * axis.size) if m else a for a, m in zip(arrays, axis.mapped, strict=False)]
-        return arrays
+        def stacked(leaf: int, array: Any) -> Any:
+            sizes = [axis.size for axis in inv.mapped if axis.mapped[leaf]]
+            if not sizes:
+                return array
+            elements = jnp.stack([draws[i % count][leaf] for i in range(math.prod(sizes))])
+            return elements.reshape(*sizes, *array.shape)
+
+        return [stacked(leaf, array) for leaf, array in enumerate(draws[0])], structure
 
     def _add_cotangents(self, chooser: ConfigChooser) -> None:
         """Runs the forward pass, draws cotangents, and turns the call into its backward stage."""

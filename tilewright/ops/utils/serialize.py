@@ -129,23 +129,18 @@ def tagged(value: object, *, found: Found = None) -> Any:
     if _is_dtype(value):
         return {"$dtype": _dtype_name(value)}
     if isinstance(value, np.generic):
-        return {"$scalar": {"dtype": _dtype_name(value.dtype), "value": _tagged_scalar(value)}}
+        return {"$scalar": {"dtype": _dtype_name(value.dtype), "value": tagged(value.item())}}
     if not isinstance(value, type):
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if shape is not None and dtype is not None:
             return {"$array": _tagged_array(value, shape, dtype)}
     if callable(value):
         return {"$callable": _callable_name(value)}
-    if _is_symbolic(value):
-        return {"$dimension": str(value)}
-    raise TypeError(f"no JSON form for {value!r} of type {kind.__module__}.{kind.__qualname__}")
-
-
-def _is_symbolic(value: object) -> bool:
-    """True for a symbolic dimension of ``jax.export``."""
     from jax.export import is_symbolic_dim
 
-    return is_symbolic_dim(value)  # type: ignore[arg-type]  # it takes anything
+    if is_symbolic_dim(value):  # type: ignore[arg-type]  # it takes anything
+        return {"$dimension": str(value)}
+    raise TypeError(f"no JSON form for {value!r} of type {kind.__module__}.{kind.__qualname__}")
 
 
 def _tagged_float(value: float, found: Found) -> Json:
@@ -241,14 +236,6 @@ def _dtype_from(name: str) -> Any:
     import ml_dtypes  # noqa: F401 - tells numpy the names of bfloat16 and its like
 
     return np.dtype(name)
-
-
-def _tagged_scalar(value: np.generic) -> Json:
-    item = value.item()
-    if type(item) not in (bool, int, float, complex, str):
-        raise TypeError(f"no JSON form for {value!r} of type {type(value).__name__}")
-    value_json: Json = tagged(item)
-    return value_json
 
 
 def _tagged_array(value: object, shape: Iterable[object], dtype: object) -> dict[str, Json]:
