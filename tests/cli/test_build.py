@@ -127,7 +127,7 @@ def test_the_generated_sources_can_be_had(nvcc, tmp_path):
         (["--device", "TPU v5e", "--table", "mine:TABLE"], "TPU v5e is no NVIDIA GPU"),
         (["--arch", "60", "--table", "mine:TABLE"], "60"),
         (["--arch", "90", "--table", "mine:OTHER"], "not a VariantTable"),
-        (["--arch", "90", "--table", "mine:NONE"], "not a VariantTable"),
+        (["--arch", "90", "--table", "mine:NONE"], "mine has no TABLE 'NONE'"),
         (["--arch", "90", "--table", "nonesuch:TABLE"], "nonesuch"),
         (["--arch", "90", "--table", "nonesuch"], "nonesuch"),
         (["--arch", "90", "--table", "mine:TABLE", "--group", "nonesuch"], "fast, slow"),

@@ -103,8 +103,6 @@ def import_function(target: str) -> Callable[..., Any]:
       Failure: the user's module raised.
     """
     found = import_named(target, "function")
-    if found is None:
-        raise _unknown_name(target)
     from tilewright.ops import Kernel
 
     if isinstance(found, type) and issubclass(found, Kernel):
@@ -115,26 +113,22 @@ def import_function(target: str) -> Callable[..., Any]:
     return found
 
 
-def _unknown_name(target: str) -> typer.BadParameter:
-    """The error for a name that a module does not have."""
-    module_name, _, path = target.rpartition(":")
-    module = sys.modules.get(module_name) or _imported(module_name)
-    names = [name for name in dir(module) if not name.startswith("_") and callable(getattr(module, name, None))]
-    hint = suggest(path, names).strip()
-    return typer.BadParameter(f"{module_name} has no function {path!r}{'; ' if hint else ''}{hint}")
-
-
 def import_named(target: str, noun: str) -> Any:
-    """The object that ``module:name`` or ``file.py:name`` names; ``None`` if the module has no such name.
+    """The object that ``module:name`` or ``file.py:name`` names; modules in the working directory are found too.
 
-    Modules in the working directory are found too.
+    Raises:
+      typer.BadParameter: there is no such module or name.
     """
     module_name, _, path = target.rpartition(":")
     if not module_name or not path:
         raise typer.BadParameter(f"{target!r} is not of the form module:{noun} or path/to/file.py:{noun}")
-    found: Any = _imported(module_name)
+    module = _imported(module_name)
+    found: Any = module
     for name in path.split("."):
         found = getattr(found, name, None)
+    if found is None:
+        hint = suggest(path, [name for name in dir(module) if not name.startswith("_")]).strip()
+        raise typer.BadParameter(f"{module_name} has no {noun} {path!r}{'; ' if hint else ''}{hint}")
     return found
 
 

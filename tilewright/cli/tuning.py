@@ -74,14 +74,14 @@ def tune_and_report(
         if lock_file is not None:
             _check_lock(lock_file)  # refuse it now rather than after the tuning
         limits = {"budget_s": budget_s, "call_budget_s": call_budget_s}
-        result, interrupted = _tune_all(target, options, tuner, began=clock, again=again, **limits)
+        result = _tune_all(target, options, tuner, began=clock, again=again, **limits)
         if json_file is not None and result.entries:
             with writing(json_file, "--json"):
                 json_file.write_text(result.to_json() + "\n")
-        lost = _report(target, result, began, interrupted=interrupted)
+        lost = _report(target, result, began)
         if lock_file is not None and result.entries:
             _lock(lock_file, result)
-    if interrupted:
+    if result.interrupted:
         measured = sum(1 for call in result if call.step == "measured")
         raise Interrupted(f"interrupted; {_kept(measured, lost, json_file)}")
     return FAILED if lost else 0
@@ -89,23 +89,19 @@ def tune_and_report(
 
 def _tune_all(
     target: str, options: CallOptions, tuner: Tuner, *, began: float, again: bool, **limits: float | None
-) -> tuple[AutotuningResult, bool]:
-    """The result of the tuning, and True if an interrupt ended it."""
+) -> AutotuningResult:
     calls = named_calls(target, options)
     invocations: list[Invocation[Any, Any]] = []
     try:
         for call in calls:
             invocations += find_invocations(call.function, *call.args)
     except KeyboardInterrupt:  # nothing was measured yet
-        return AutotuningResult(), True
+        return AutotuningResult(interrupted=True)
     with progress_for(sys.stderr, plain=True) as on_event:
         try:
-            result = tune_invocations(
-                invocations, began=began, tuner=tuner, reuse=not again, on_event=on_event, **limits
-            )
+            return tune_invocations(invocations, began=began, tuner=tuner, reuse=not again, on_event=on_event, **limits)
         except ExceptionGroup as group:
             raise _all_failed(target, group) from group
-    return result, result.interrupted
 
 
 def _all_failed(target: str, group: ExceptionGroup) -> Failure:
@@ -145,11 +141,11 @@ def _lock(file: Path, result: AutotuningResult) -> None:
     typer.echo(f"{file} decides {counted(len(lock), 'call')}, {len(new)} of them by this tuning")
 
 
-def _report(target: str, result: AutotuningResult, began: datetime.datetime, *, interrupted: bool) -> int:
+def _report(target: str, result: AutotuningResult, began: datetime.datetime) -> int:
     """Prints the result, and returns the number of measured calls that are not on disk."""
     if result.entries:
         stdout().print(result_table(result))
-    elif not interrupted and not result.left_out:
+    elif not result.interrupted and not result.left_out:
         complain(f"{target} calls no kernel of tilewright; there is nothing to tune")
     _report_left_out(result)
     measured = [call for call in result if call.step == "measured"]

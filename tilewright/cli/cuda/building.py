@@ -116,7 +116,7 @@ def _find_table(name: str) -> VariantTable:
     if ":" not in name and name not in known:
         hint = f"{suggest(name, known)}there are {', '.join(known)}; one of yours is module:NAME"
         raise typer.BadParameter(f"no table {name!r}; {hint}", param_hint="--table")
-    found = import_named(known.get(name, name), "NAME")
+    found = import_named(known.get(name, name), "TABLE")
     if not isinstance(found, VariantTable):
         raise typer.BadParameter(f"{name} is {found!r}, not a VariantTable", param_hint="--table")
     return found

@@ -6,24 +6,8 @@ first process among those that run the program and have the call's kind of devic
 decides, and publishes its choice in the key-value store of JAX's coordination service. The others wait for it. No
 collective takes part, the order of the calls does not matter, and a decision holds until the job ends.
 
-====================================  ==========================================================================
-the case                              what happens
-====================================  ==========================================================================
-``jax.distributed`` not initialised   nothing: one process, no cost
-program on devices of one process     nothing, if JAX shows which devices run it (`program_devices`); a program that may
-                                      belong to several processes is decided together
-``policy_override(agree=False)``,     nothing: each process chooses and measures for itself
-``TILEWRIGHT_AGREE=0``
-explicit ``cfg=``                     nothing: it is part of the program
-overlay or lock decides               the leader must have decided alike, by the same config: else an error
-any other step                        the leader's choice counts; it was published under the call's key
-the leader would measure the call     only the leader measures; the others wait, for a longer time
-another choice than the leader's      the leader's, and a warning with both, once for a call
-the leader's cannot run here          an error with the reasons
-no answer in time, no connection      an error that says what to do
-inspection, symbolic sizes,           nothing: nothing runs, or each process exports for itself
-``target_device``
-====================================  ==========================================================================
+The cases are those of "Several processes" in docs/caches.md. Besides, nothing is agreed on where nothing runs or each
+process exports for itself: in an inspection, with symbolic sizes, and under ``target_device``.
 
 A leader that decides by the environment's lock also publishes its choice for processes that lack the lock. Other locks
 and overlays are in force in parts of a program, and what they decide counts only there. Calls are named by their keys

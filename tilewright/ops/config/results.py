@@ -372,8 +372,7 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
                 raise ValueError(f"{document['schema']=} is not {SCHEMA}")
             read = functools.partial(TunedCall.of_json, lost=lost)
             entries = tuple(entry for _, entry in _readable(document["entries"], read, lost))
-            return cls(
-                entries, device=document["device"], toolchain=document["toolchain"], interrupted=document["interrupted"]
-            )
+            toolchain = dict(document["toolchain"])
+            return cls(entries, device=document["device"], toolchain=toolchain, interrupted=document["interrupted"])
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"not the JSON of an AutotuningResult: {error!r}") from error
