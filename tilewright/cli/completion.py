@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import typer
@@ -15,21 +14,21 @@ _ENTRY = re.compile(r"(.+)-([0-9a-f]{32})\.json", re.ASCII)
 
 def targets(incomplete: str) -> list[str]:
     """Names of ops. Functions are not completed, since listing a module's names means running it."""
-    return _starting_with(OPS, incomplete)
+    return [word for word in OPS if word.startswith(incomplete)]
 
 
 def dtypes(incomplete: str) -> list[str]:
-    return _starting_with(DTYPES, incomplete)
+    return [word for word in DTYPES if word.startswith(incomplete)]
 
 
 def isolations(incomplete: str) -> list[str]:
-    return _starting_with(ISOLATIONS, incomplete)
+    return [word for word in ISOLATIONS if word.startswith(incomplete)]
 
 
 def devices(incomplete: str) -> list[str]:
     from tilewright.ops.utils.known_devices import KNOWN_DEVICES
 
-    return _starting_with(KNOWN_DEVICES, incomplete)
+    return [word for word in KNOWN_DEVICES if word.startswith(incomplete)]
 
 
 def entry_ids(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
@@ -50,7 +49,3 @@ def _cache_folder() -> Path:
 
         root = platformdirs.user_cache_dir("tilewright")
     return Path(os.path.expanduser(root), "configs")
-
-
-def _starting_with(words: Iterable[str], incomplete: str) -> list[str]:
-    return [word for word in words if word.startswith(incomplete)]

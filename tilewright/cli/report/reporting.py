@@ -26,7 +26,9 @@ def write_report(files: Sequence[Path], out: Path, date: datetime.date | None) -
         from tilewright.cli.report.page import render
     except ModuleNotFoundError as error:
         raise Failure(f"a report needs {error.name}: pip install 'tilewright[plot]'") from error
-    _check_output_path(out, files)
+    check_new_file(absolute(out), "--out")
+    if any(out.exists() and file.exists() and os.path.samefile(out, file) for file in files):
+        raise typer.BadParameter(f"{str(out)!r} is one of the files to report", param_hint="--out")
     calls = merged(*map(_read, files)) if files else _calls_on_this_device()
     date = date or datetime.datetime.now(datetime.UTC).date()
     page = render(calls, date=date.isoformat()).encode()
@@ -35,12 +37,6 @@ def write_report(files: Sequence[Path], out: Path, date: datetime.date | None) -
     except OSError as error:
         raise typer.BadParameter(f"cannot write {str(out)!r}: {error.strerror}", param_hint="--out") from error
     return f"{counted(len(calls), 'call')}, {len(page) / 1024:.0f} KiB written to {out}"
-
-
-def _check_output_path(out: Path, files: Sequence[Path]) -> None:
-    check_new_file(absolute(out), "--out")
-    if any(out.exists() and file.exists() and os.path.samefile(out, file) for file in files):
-        raise typer.BadParameter(f"{str(out)!r} is one of the files to report", param_hint="--out")
 
 
 def _read(file: Path) -> list[ReportedCall]:

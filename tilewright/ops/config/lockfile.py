@@ -307,7 +307,6 @@ def active_lock(lock: Lock | str | os.PathLike[str], miss: Miss) -> ActiveLock:
       LockError: the file cannot be used.
       TypeError, ValueError: an argument has a wrong type or value.
     """
-    _check_miss(miss)
     if isinstance(lock, Lock):
         return ActiveLock(lock, miss=miss)
     if not isinstance(lock, str | os.PathLike):
