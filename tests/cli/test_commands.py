@@ -248,7 +248,7 @@ def test_bench_says_what_jax_cannot_do():
         (["tune", "flash_attention", "--shape", "1,64,2,16", "--lock", "/"], "not a regular file"),
         (["explain", "flash_attention", "--shape", "1,64,2,16", "--device", "H200"], "did you mean 'NVIDIA H200'"),
         (["bench", "math:sin"], "math:sin"),
-        (["bench", "flash_attention", "--iters", "0"], "0"),
+        (["bench", "flash_attention", "--iters", "0"], "--iters"),
         (["cache", "import", "/nonesuch/file"], "/nonesuch/file"),
         (["cache", "list", "--path", "/nonesuch"], "/nonesuch"),
         (["cache", "nonesuch"], "nonesuch"),

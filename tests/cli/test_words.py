@@ -131,7 +131,7 @@ FLASH = ["explain", "flash_attention"]
         ([*FLASH, *SHAPE, "--set", "slidng_window=3"], ["mean sliding_window?", "logits_soft_cap"]),
         (["explain", "flash_attention", "--case", "causal4k"], ["mean causal_4k?", "decode"]),
         ([*FLASH, *SHAPE, "--set", "causal_alignment=bottom"], ["bottom_right", "top_left"]),
-        (["tune", "flash_attention", *SHAPE, "--isolation", "proces"], ["--isolation", "process?", "auto", "none"]),
+        (["tune", "flash_attention", *SHAPE, "--isolation", "proces"], ["--isolation", "'process'", "auto", "none"]),
         (["tun"], ["mean 'tune'?"]),
         (["explain", "flash_atention"], ["mean flash_attention?"]),
         (["explain", "json"], ["ops are flash_attention", "module:function"]),

@@ -18,9 +18,6 @@ ARRAY_DTYPES: tuple[str, ...] = (
 )  # fmt: skip
 """Dtypes of the arrays that a user's function takes."""
 
-ISOLATIONS: tuple[str, ...] = ("auto", "process", "none")
-"""The values of ``tune --isolation``."""
-
 DTYPE_ALIASES: Mapping[str, str] = MappingProxyType(
     {
         "f64": "float64", "fp64": "float64", "double": "float64",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from tilewright.cli.choices import DTYPES, ISOLATIONS
+from tilewright.cli.choices import DTYPES
 from tilewright.kernels import OPS
 
 _ENTRY = re.compile(r"(.+)-([0-9a-f]{32})\.json", re.ASCII)
@@ -19,10 +19,6 @@ def targets(incomplete: str) -> list[str]:
 
 def dtypes(incomplete: str) -> list[str]:
     return [word for word in DTYPES if word.startswith(incomplete)]
-
-
-def isolations(incomplete: str) -> list[str]:
-    return [word for word in ISOLATIONS if word.startswith(incomplete)]
 
 
 def devices(incomplete: str) -> list[str]:

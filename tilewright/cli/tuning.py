@@ -1,16 +1,14 @@
 """The work of ``tilewright tune``, after its arguments are read."""
 
 import datetime
-import math
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import typer
 
-from tilewright.cli.choices import ISOLATIONS, one_of
 from tilewright.cli.device import here
 from tilewright.cli.files import check_new_file, writing
 from tilewright.cli.mistakes import first_line, user_mistakes
@@ -29,23 +27,10 @@ from tilewright.ops import (
     use_lock,
 )
 from tilewright.ops.config.selection import ConfigSelectorChain
-from tilewright.ops.config.tuner import Isolation
 from tilewright.ops.program import find_invocations, tune_invocations
 from tilewright.ops.tuning.isolation import prestart
 from tilewright.ops.tuning.progress import progress_for
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
-
-
-def tuner_of(isolation: str, timeout_s: float) -> Tuner:
-    """Makes the settings of the measurements.
-
-    Raises:
-      typer.BadParameter: an option is out of range.
-    """
-    one_of(isolation, ISOLATIONS, "isolation", "--isolation")
-    if not 0 < timeout_s < math.inf:
-        raise typer.BadParameter(f"{timeout_s} is not a positive number of seconds", param_hint="--timeout")
-    return Tuner(isolation=cast(Isolation, isolation), timeout_s=timeout_s)
 
 
 def tune_and_report(

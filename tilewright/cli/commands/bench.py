@@ -14,7 +14,7 @@ def bench(
     target: options.Target,
     *,
     call: options.CallOptions,
-    iters: Annotated[int, typer.Option(help="Timed samples of each implementation.")] = 10,
+    iters: Annotated[int, typer.Option(min=1, help="Timed samples of each implementation.")] = 10,
     json_file: Annotated[Path | None, options.option("--json", "Write all samples to a file.")] = None,
 ) -> None:
     """Time an op's cases on the backends present, side by side with what JAX has; or a function of yours.
@@ -25,8 +25,6 @@ def bench(
 
     if not (call.cases or call.shape or is_function(target) or call.shapes is not None):
         call = dataclasses.replace(call, cases=("all",))
-    if iters < 1:
-        raise typer.BadParameter(f"{iters} is not at least 1", param_hint="--iters")
     from tilewright.cli.benching import bench_and_report
 
     bench_and_report(target, call, iters=iters, json_file=json_file)

@@ -1,11 +1,11 @@
 """The arguments and help of ``tilewright tune``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from tilewright.cli import completion, options
+from tilewright.cli import options
 
 
 @options.takes_call_options
@@ -20,11 +20,7 @@ def tune(
     call_budget: Annotated[float | None, options.option("--call-budget", "Seconds for one call.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure again what the cache holds.")] = False,
     isolation: Annotated[
-        str,
-        typer.Option(
-            help="Run candidates in a separate process: auto, process or none.",
-            autocompletion=completion.isolations,
-        ),
+        Literal["auto", "process", "none"], typer.Option(help="Run candidates in a separate process.")
     ] = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds for one candidate in a separate process.")] = 120.0,
     json_file: Annotated[Path | None, options.option("--json", "Write every candidate's times to a file.")] = None,
@@ -43,8 +39,11 @@ def tune(
     for option, seconds in (("--budget", budget), ("--call-budget", call_budget)):
         if seconds is not None and not seconds > 0:
             raise typer.BadParameter(f"{seconds} is not a positive number of seconds", param_hint=option)
-    from tilewright.cli.tuning import tune_and_report, tuner_of
+    from tilewright.cli.mistakes import user_mistakes
+    from tilewright.cli.tuning import tune_and_report
+    from tilewright.ops import Tuner
 
     limits = {"budget_s": budget, "call_budget_s": call_budget}
-    tuner = tuner_of(isolation, timeout)
+    with user_mistakes("--timeout"):
+        tuner = Tuner(isolation=isolation, timeout_s=timeout)
     raise typer.Exit(tune_and_report(target, call, tuner, again=again, json_file=json_file, lock_file=lock, **limits))
