@@ -357,10 +357,11 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         return lock
 
     @classmethod
-    def from_json(cls, text: str, *, lost: Lost | None = None) -> "AutotuningResult":
+    def from_json(cls, text: str, *, lost: Lost | None = None, op: str | None = None) -> "AutotuningResult":
         """Reads what ``to_json`` wrote.
 
         Args:
+          op: leave out the entries of other ops, and so the modules of their configs.
           lost: called with the error of each entry or candidate that cannot be read, in place of raising it.
 
         Raises:
@@ -371,7 +372,10 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
             if document["schema"] != SCHEMA:
                 raise ValueError(f"{document['schema']=} is not {SCHEMA}")
             read = functools.partial(TunedCall.of_json, lost=lost)
-            entries = tuple(entry for _, entry in _readable(document["entries"], read, lost))
+            wanted = document["entries"]
+            if op is not None:
+                wanted = [each for each in wanted if not isinstance(each, dict) or each.get("op", op) == op]
+            entries = tuple(entry for _, entry in _readable(wanted, read, lost))
             toolchain = dict(document["toolchain"])
             return cls(entries, device=document["device"], toolchain=toolchain, interrupted=document["interrupted"])
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:

@@ -92,8 +92,8 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         self.tuner = tuner
         self.on_event = on_event
         self._tables = tables
-        self._shipped: dict[str, dict[str, TunedCall]] = {}
-        self._nearby: dict[str, NearestTable] = {}
+        self._shipped: dict[tuple[str, str], dict[str, TunedCall]] = {}
+        self._nearby: dict[tuple[str, str], NearestTable] = {}
         self._guesses = 0
         self._remembering = threading.Lock()
         self._steps = (
@@ -267,15 +267,17 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
 
     def shipped(self, inv: Invocation[Any, Any]) -> TunedCall | None:
         """The shipped tables' entry for the call."""
-        table = self._table(inv.target.fingerprint)
+        table = self._table(inv)
         return next((table[key] for key in (inv.key, *inv.former_keys) if key in table), None) if table else None
 
-    def _table(self, device: str) -> dict[str, TunedCall]:
-        if device not in self._shipped:
+    def _table(self, inv: Invocation[Any, Any]) -> dict[str, TunedCall]:
+        """The entries of the call's op in the tables that ship for its device."""
+        place = (inv.target.fingerprint, inv.kernel.name)
+        if place not in self._shipped:
             from tilewright.ops.config.tables import load_tables  # reads files: not before it is needed
 
-            self._shipped[device] = load_tables(device, self._tables)
-        return self._shipped[device]
+            self._shipped[place] = load_tables(place[0], self._tables, op=place[1])
+        return self._shipped[place]
 
     def _miss(self, inv: Invocation[Any, Any], overrides: Overrides) -> Selection:
         policy = self.effective_policy(overrides)
@@ -318,13 +320,15 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
 
     def _near(self, inv: Invocation[Any, Any]) -> Iterator[Selection]:
         """The configs of the nearest shapes in the shipped tables that can run the call, built or not."""
-        device = inv.target.fingerprint
-        table = self._table(device)
+        place, table = (inv.target.fingerprint, inv.kernel.name), self._table(inv)
         if not table or inv.is_symbolic:
             return
-        if device not in self._nearby:
-            self._nearby[device] = NearestTable((key, entry.ranked) for key, entry in table.items())
-        for near in self._nearby[device].neighbours(inv.key):
+        if place not in self._nearby:
+            self._nearby[place] = NearestTable((key, entry.ranked) for key, entry in table.items())
+        for near in self._nearby[place].neighbours(inv.key):
+            entry = table[near.key]
+            if entry.source and entry.winner.heuristic:
+                return  # the heuristic was the fastest near this call, and it reads the call's own sizes
             for config in (inv.kernel.adapted_config(inv, each) for each in near.configs):
                 if _can_run(inv, config, built=False):
                     detail = f"measured for {describe_key(near.key)}, at a distance of {near.distance:.3g}"

@@ -23,36 +23,42 @@ def shipped_folder() -> Any:
     return files("tilewright").joinpath("tables")
 
 
-def load_tables(device: str, folder: Path | None = None) -> Table:
-    """Merges all tables for a device, the last by file name winning; what cannot be read is logged and left out."""
+def load_tables(device: str, folder: Path | None = None, *, op: str | None = None) -> Table:
+    """Merges all tables for a device, the last by file name winning; what cannot be read is logged and left out.
+
+    Args:
+      op: read the entries of this op alone, by default of all.
+    """
     root: Any = shipped_folder() if folder is None else folder
     merged: Table = {}
     if root.is_dir():
         for file in sorted(root.iterdir(), key=lambda file: file.name):
             if file.name.endswith(".json"):
-                merged |= _read(file, device)
+                merged |= _read(file, device, op)
     return merged
 
 
 @functools.lru_cache(maxsize=64)
-def _read(file: Any, device: str) -> Table:
+def _read(file: Any, device: str, op: str | None) -> Table:
     try:
         text = file.read_text()
         document = json.loads(text)
-        # Rebuilding configs loads the modules of their backends, which other devices' tables need not load.
+        # Rebuilding configs loads the modules of their backends: not those of other devices' tables, nor of other ops.
         if isinstance(document, dict) and document.get("device", device) != device:
             return {}
-        result = _result(file, text)
+        result = _result(file, text, op)
     except (OSError, ValueError) as error:
         logger.warning("the tuned table %s cannot be read: %s", file.name, error)
         return {}
     return {entry.key: entry for entry in result}
 
 
-def _result(file: Any, text: str) -> AutotuningResult:
+def _result(file: Any, text: str, op: str | None = None) -> AutotuningResult:
     """The content of a table, without the entries and candidates that name what this version does not have."""
     return AutotuningResult.from_json(
-        text, lost=lambda error: logger.warning("the tuned table %s is read without a part: %s", file.name, error)
+        text,
+        lost=lambda error: logger.warning("the tuned table %s is read without a part: %s", file.name, error),
+        op=op,
     )
 
 
