@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -95,10 +96,16 @@ def _location(name: str) -> str:
 def load_classes(name: str) -> None:
     """Imports the backend that defines the class with a stable id, or a former name, in this package.
 
-    The op whose name is part of it is loaded first, then the other ops, until the class is known.
+    Ops whose name or room is part of it come first, and then those in use; until the class is known.
     """
     from tilewright.ops.utils.stable_ids import loaded_class  # imports JAX, which completion must not
 
-    for op in sorted(OPS, key=lambda op: op not in name):
-        if loaded_class(name) is None:
-            list(kernel(op).backends)
+    def order(op: str) -> tuple[bool, bool, bool]:
+        module = OPS[op].partition(":")[0]
+        return op not in name, room not in module.split("."), module not in sys.modules
+
+    room = name.rpartition("/")[2].partition(".")[0]
+    for op in sorted(OPS, key=order):
+        for _ in kernel(op).backends:
+            if loaded_class(name) is not None:
+                return

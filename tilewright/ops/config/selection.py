@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import threading
@@ -184,9 +185,9 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         """The config that would have been chosen if it were built, with its missing builds; None if there is none."""
         if selection.step not in _UNTUNED:
             return None
-        configs = self._shipped_configs(inv)
-        preferred = next((config for config in configs if _can_run(inv, config, built=False)), selection.preferred)
-        if preferred is None or preferred == selection.config:
+        better = itertools.takewhile(lambda config: config != selection.config, self._shipped_configs(inv))
+        preferred = next((config for config in better if _can_run(inv, config, built=False)), selection.preferred)
+        if preferred is None:
             return None
         missing = unbuilt.missing(inv, preferred)
         return (preferred, missing) if missing else None
@@ -208,7 +209,7 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
                 return Selection(resolved, "explicit")
         for step, answer in self._steps:
             found = answer(inv, overrides)
-            if found is not None and _fits(inv, found, step):
+            if found is not None and (step == "shipped" or _fits(inv, found, step)):  # that step asked already
                 return Selection(found, step, inv.key, detail=self._detail(inv, step, overrides))
         return None
 
