@@ -177,21 +177,11 @@ class TestChain:
         assert near.key == call(63, 32, 16).key
         assert chain.lookup(call(63, 32, 16)) == near
 
-    def test_leaves_the_call_to_its_heuristic_where_that_was_the_fastest(self, tmp_path):
-        folder = tables(tmp_path / "t", (call(64, 32, 16), Config(2)), (call(32, 32, 16), Config(4)))
-        said = json.loads((folder / "t.json").read_text())
-        (near,) = (entry for entry in said["entries"] if entry["key"] == call(64, 32, 16).key)
-        near["candidates"][0]["heuristic"] = True
-        for source, step in (
-            ("", "nearest"),
-            ("known", "heuristic"),
-        ):  # an entry without one may be of another heuristic
-            near["source"] = source
-            new = tmp_path / (source or "none")
-            new.mkdir()
-            (new / "t.json").write_text(json.dumps(said))
-            assert ConfigSelectorChain(tables=new).choose(call(63, 32, 16)).step == step
-            assert ConfigSelectorChain(tables=new).choose(call(33, 32, 16)).config == Config(4)
+    def test_is_not_taken_by_a_kernel_that_refuses_it(self, tmp_path, monkeypatch):
+        folder = tables(tmp_path / "t", (call(64, 32, 16), Config(2)))
+        monkeypatch.setattr(Picky, "takes_near_shapes", False)
+        chain = ConfigSelectorChain(tables=folder)
+        assert [chain.choose(call(rows, 32, 16)).step for rows in (64, 63)] == ["shipped", "heuristic"]
 
     def test_passes_over_what_cannot_run(self, tmp_path, caplog):
         folder = tables(tmp_path / "t", (call(64, 32, 16), Config(3)), (call(32, 32, 16), Config(4)))

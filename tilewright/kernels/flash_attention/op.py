@@ -67,6 +67,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, Results]):
     """Attention in memory linear in the lengths; see ``flash_attention`` for the arguments."""
 
     cases = CASES
+    takes_near_shapes = True
     cuda_tables = MappingProxyType(
         {
             f"flash_attention_{name}": f"tilewright.kernels.flash_attention.cuda.{table}"

@@ -321,15 +321,12 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
 
     def _near(self, inv: Invocation[Any, Any]) -> Iterator[Selection]:
         """The configs of the nearest shapes in the shipped tables that can run the call, built or not."""
-        place, table = (inv.target.fingerprint, inv.kernel.name), self._table(inv)
-        if not table or inv.is_symbolic:
+        if not inv.kernel.takes_near_shapes or inv.is_symbolic or not (table := self._table(inv)):
             return
+        place = (inv.target.fingerprint, inv.kernel.name)
         if place not in self._nearby:
             self._nearby[place] = NearestTable((key, entry.ranked) for key, entry in table.items())
         for near in self._nearby[place].neighbours(inv.key):
-            entry = table[near.key]
-            if entry.source and entry.winner.heuristic:
-                return  # the heuristic was the fastest near this call, and it reads the call's own sizes
             for config in (inv.kernel.adapted_config(inv, each) for each in near.configs):
                 if _can_run(inv, config, built=False):
                     detail = f"measured for {describe_key(near.key)}, at a distance of {near.distance:.3g}"

@@ -188,6 +188,9 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
     measured_with_gradients: ClassVar[bool] = False
     """True if a candidate's time is that of its results and of JAX's derivative of it together."""
 
+    takes_near_shapes: ClassVar[bool] = True
+    """True if the config that a table which ships has for a near shape is a better guess than the heuristic's."""
+
     def unmeasurable(self, inv: "Invocation[Cfg, Out]") -> str:
         """The reason why a call cannot be measured in this process; empty if it can."""
         return ""
