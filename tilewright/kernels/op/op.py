@@ -41,9 +41,8 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
     cases: ClassVar[OpCases[Any]]
     cuda_tables: ClassVar[Mapping[str, str]] = MappingProxyType({})
     core_dims: ClassVar[Mapping[str, int]] = MappingProxyType({})
-    takes_near_shapes = (
-        False  # a heuristic reads the sizes of the call; how well configs of near shapes do is not known
-    )
+    # A heuristic reads the sizes of the call; how well configs of near shapes do was measured for attention alone.
+    takes_near_shapes = False
     always: ClassVar[tuple[str, ...]] = ()
     differentiable: ClassVar[bool]
 
