@@ -24,12 +24,16 @@ PART_HEADS = 8
 
 def oracle_parts(inputs: PagedInputs) -> list[OraclePart]:
     """The first query heads of the first key head and the last of the last one; empty for small calls."""
-    dense = inputs.capacity * inputs.kv_heads * (inputs.head_dim + inputs.value_dim) * 4
-    if inputs.tokens * dense <= MAX_DENSE_BYTES:
+    if inputs.tokens * _dense_bytes(inputs) <= MAX_DENSE_BYTES:
         return []
     count = min(inputs.groups, PART_HEADS)
     chosen = dict.fromkeys([(0, 0), (inputs.kv_heads - 1, inputs.heads - count)])
     return [_oracle_part(inputs, kv_head, slice(first, first + count)) for kv_head, first in chosen]
+
+
+def _dense_bytes(inputs: PagedInputs) -> int:
+    """Bytes of the dense copies of one token's keys and values."""
+    return inputs.capacity * inputs.kv_heads * (inputs.head_dim + inputs.value_dim) * 4
 
 
 def _oracle_part(inputs: PagedInputs, kv_head: int, heads: slice) -> OraclePart:
@@ -78,9 +82,7 @@ def paged_reference(inputs: PagedInputs, compute_dtype: DTypeLike | None = None)
         sinks = jnp.zeros((heads, 0)) if inputs.softmax_aux is None else inputs.softmax_aux
         lse = jax.nn.logsumexp(sinks.astype(dtype), axis=1) if sinks.shape[1] else jnp.full(heads, -jnp.inf, dtype)
         return jnp.zeros((tokens, heads, inputs.value_dim), dtype), jnp.broadcast_to(lse, (tokens, heads))
-    kv_heads, head_dim = inputs.key.shape[2:]
-    dense = max(inputs.capacity * kv_heads * (head_dim + inputs.value_dim) * 4, 1)
-    at_once = max(DENSE_BYTES // dense, 1)
+    at_once = max(DENSE_BYTES // _dense_bytes(inputs), 1)  # neither is zero: the call is not empty
     return lax.map(lambda token: token_reference(inputs, dtype, token), jnp.arange(tokens), batch_size=at_once)
 
 
