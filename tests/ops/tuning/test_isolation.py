@@ -111,8 +111,8 @@ def test_calls_share_a_process_as_long_as_it_is_well(last: str, processes: int, 
 
 def test_memory_is_counted_in_bytes():
     before = worker.held_bytes()
-    held = np.ones(64 << 20, np.uint8)
-    assert worker.held_bytes() - before > 60 << 20
+    held = np.ones(512 << 20, np.uint8)
+    assert worker.held_bytes() - before > 256 << 20  # the rest is what other threads may give back meanwhile
     del held
 
 
