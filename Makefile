@@ -13,11 +13,12 @@ KERNELS := .kernels/venv
 DOCS := .docs/venv
 PYTHON ?= $(VENV)/bin/python
 # The processes of pytest-xdist; of tests/conftest.py the suite (quick, test or full) and the hypothesis profile (dev, ci
-# or full).
+# or full). Of make test-costs: the tests to measure, all without a record if none are named.
 JOBS ?= 2
 SUITE ?= test
 PROFILE ?= ci
 PYTEST_ARGS ?=
+TESTS ?=
 # Of make wheel-test and make sdist-test: such as --python python3.14 --require jax==0.11.2; and the sdist's tests to run.
 SHIP_ARGS ?=
 # Of make kernels-wheel: such as --arch 90a --group bf16_k128 -j 8. And the CUDA whose nvcc compiles: drivers for any
@@ -26,13 +27,14 @@ KERNELS_ARGS ?=
 KERNELS_CUDA ?= 13.0
 SDIST_TESTS ?= tests/test_packaging.py tests/test_docs.py tests/ops tests/modules tests/cli tests/tools
 
-.PHONY: help install quick test test-full lint types unit aot test-gpu memcheck wheel-test sdist-test kernels-wheel demo generate \
+.PHONY: help install quick test test-full test-costs lint types unit aot test-gpu memcheck wheel-test sdist-test kernels-wheel demo generate \
   bench table picture docs format clean
 
 help:
-	@echo 'make quick     after every change: lint, types, and all tests that cost little'
+	@echo 'make quick     after every change: lint, types, and the tests that catch most for their time'
 	@echo 'make test      environment, lint, types and tests (JOBS=2, PROFILE=ci, PYTEST_ARGS=...)'
 	@echo 'make test-full the same with every combination, and fresh random examples; before a piece of work is done'
+	@echo 'make test-costs measures new tests (or TESTS=...) alone, and chooses the tests of make quick and make test anew'
 	@echo 'make demo      tune and train a byte-level transformer on the CPU; writes .demo/'
 	@echo 'make generate  serve the model of make demo (which runs first if it has not): continuous batching over pages'
 	@echo 'make lint      ruff check and ruff format --check'
@@ -84,6 +86,9 @@ test-full: install
 	@$(MAKE) lint
 	@$(MAKE) types
 	@$(MAKE) unit SUITE=full PROFILE=full
+
+test-costs: $(STAMP)
+	@$(PYTHON) -m tools.suites measure --jobs $(JOBS) $(TESTS)
 
 lint: $(STAMP)
 	@$(PYTHON) -m ruff check

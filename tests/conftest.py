@@ -42,7 +42,7 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests.support.progress import Progress  # noqa: E402
-from tests.support.suites import LEFT_OUT, SUITES  # noqa: E402
+from tests.support.suites import SUITES, runs  # noqa: E402
 
 # A first example compiles, which is slow for reasons that are not the test's.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -75,7 +75,7 @@ def pytest_runtest_teardown() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--suite", choices=SUITES, default="test", help="which tests are run (tests/support/suites.py)")
+    parser.addoption("--suite", choices=SUITES, help="which tests run; all of those given if none is named")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,12 +84,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = LEFT_OUT[config.getoption("--suite")]
-    parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
-    for item in items:
-        parts[left_out.isdisjoint(mark.name for mark in item.iter_markers())].append(item)
-    config.hook.pytest_deselected(items=parts[False])
-    items[:] = _cases_together(parts[True])
+    suite = config.getoption("--suite")
+    left_out = [item for item in items if suite is not None and not runs(item.nodeid, suite)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = _cases_together([item for item in items if suite is None or runs(item.nodeid, suite)])
 
 
 def _cases_together(items: list[pytest.Item]) -> list[pytest.Item]:

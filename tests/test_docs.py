@@ -24,7 +24,6 @@ def logging_as_it_was() -> Iterator[None]:
         logger.handlers[:] = handlers
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("logging_as_it_was")
 @pages
 def test_every_python_example_of_a_page_runs(page, monkeypatch):

@@ -55,7 +55,6 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_imports_only_the_layers_below_it(layer):
     files = [file for file in PACKAGE.rglob("*.py") if within(module_name(file), layer)]
@@ -84,13 +83,11 @@ def run_alone(program: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_importing_touches_no_device():
     # Any use of a device would initialise a backend, and there is none of this name.
     run_alone("import tilewright, tilewright.modules, tilewright.modules.base", JAX_PLATFORMS="nonesuch")
 
 
-@pytest.mark.slow
 def test_importing_opens_nothing_but_code(tmp_path):
     program = """
 import jax, sys
@@ -111,7 +108,6 @@ print(*(line for line in opened if not line.endswith((".py", ".pyc", ".so"))), s
     assert not folder.exists()
 
 
-@pytest.mark.slow
 def test_importing_loads_nothing_heavy():
     heavy = (
         "msgspec",
@@ -236,7 +232,6 @@ def test_type_checkers_find_the_function_of_every_op():
         assert {name, type(kernel(name)).__name__} <= set(modules.__all__)
 
 
-@pytest.mark.slow
 def test_the_capability_tables_show_what_the_backends_declare():
     made = runpy.run_path(str(ROOT / "docs" / "capability_table.py"))
     page = (ROOT / "docs" / "capabilities.md").read_text()

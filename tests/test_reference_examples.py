@@ -490,7 +490,6 @@ def test_create_default_executor(tmp_path):
     close(executor(kernel, a, b), product)
 
 
-@pytest.mark.slow
 def test_executor_in_place_of_create_default_executor(tmp_path):
     from tilewright.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, PersistentCache, Tuner
 

@@ -52,8 +52,7 @@ def each_config() -> Iterator[Any]:
         inputs = CALLS[name]
         assert not BACKEND.not_supported_reasons(inputs, DEVICE, direction)
         for number, params in enumerate(BACKEND.candidates(inputs, DEVICE, direction)):
-            marks = () if not number else pytest.mark.slow
-            yield pytest.param(name, direction, params, id=f"{name}-{direction}-{number}", marks=marks)
+            yield pytest.param(name, direction, params, id=f"{name}-{direction}-{number}")
 
 
 @pytest.mark.parametrize(("name", "direction", "params"), each_config())

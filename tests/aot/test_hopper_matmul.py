@@ -98,8 +98,7 @@ def each_config() -> Iterator[Any]:
             continue
         for number, params in enumerate(backend.candidates(inputs, DEVICE, direction)):
             # Bands differ only in arithmetic: the first config of each call stands for them.
-            marks = () if not number else pytest.mark.slow
-            yield pytest.param(name, direction, params, id=f"{name}-{direction}-{number}", marks=marks)
+            yield pytest.param(name, direction, params, id=f"{name}-{direction}-{number}")
 
 
 @pytest.mark.parametrize(("name", "direction", "params"), each_config())

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import tilewright
 from tests.aot.compiler import H100, missing_packages
 
-pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(missing_packages()), reason=missing_packages())]
+pytestmark = pytest.mark.skipif(bool(missing_packages()), reason=missing_packages())
 
 
 def scheduled() -> list[str]:

@@ -33,7 +33,6 @@ def run_smoke(chosen: list[Peer], *directions: Direction) -> list[dict[str, Any]
     return attention.run_case(compiled, METHOD)
 
 
-@pytest.mark.full
 def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = "smoke_causal,smoke_packed_window"
     found = run(tmp_path, "--cases", names, "--peers", "tilewright,xla,cudnn,tokamax", "--platform", "xla")
@@ -64,7 +63,6 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "smoke_packed_window" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_options_no_peer_has_and_cells_kept(tmp_path: Path) -> None:
     run(tmp_path, "--cases", "smoke_causal", "--peers", OURS, "--directions", "forward")
     found = run(tmp_path, "--cases", "smoke_bias_sinks", "--peers", f"{OURS},xla", "--keep")
@@ -78,7 +76,6 @@ def test_options_no_peer_has_and_cells_kept(tmp_path: Path) -> None:
         assert cell["implementations"]["xla"] == {"status": "cannot", "message": "has no sinks"}
 
 
-@pytest.mark.slow
 def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def nearly(operands: Operands, floats: Any, extras: Any) -> jax.Array:
         right = jax.nn.dot_product_attention(**floats, is_causal=True, implementation="xla")
@@ -107,7 +104,6 @@ def test_shapes_are_those_of_the_case(name: str) -> None:
         assert (found.dropout_seed is None) == ("dropout_seed" not in kwargs)
 
 
-@pytest.mark.slow
 def test_nothing_runs_before_everything_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     made = attention.run_case
@@ -247,7 +243,6 @@ def test_names_that_do_not_exist() -> None:
         main(["--cases", "smoke", "--peers", "nobody"])
 
 
-@pytest.mark.slow
 def test_plot_of_every_panel(tmp_path: Path) -> None:
     """Synthetic rates: whether bars, marks and labels find their places."""
     draw = np.random.default_rng(0)

@@ -17,7 +17,6 @@ from tilewright.ops.config.results import AutotuningResult, TunedCall
 from tilewright.ops.kernel.candidates import Candidate
 
 
-@pytest.mark.full
 def test_a_run_leaves_a_record_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, table = tmp_path / "record.json", tmp_path / "tables" / "cpu.json"
     table.parent.mkdir()
@@ -48,7 +47,6 @@ def test_a_run_leaves_a_record_and_a_table(tmp_path: Path, capsys: pytest.Captur
         assert ConfigSelectorChain(tables=table.parent).lookup(inv).step == "shipped"
 
 
-@pytest.mark.slow
 def test_nothing_starts_when_the_time_is_over(tmp_path: Path) -> None:
     assert main(["--cases", "smoke_causal", "--seconds", "0", "--out", str(tmp_path / "record.json")]) == 0
     assert json.loads((tmp_path / "record.json").read_text())["cells"] == []

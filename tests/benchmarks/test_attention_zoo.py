@@ -174,7 +174,6 @@ def test_rounds_end_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(["runs", "fails"], 2)]
 
 
-@pytest.mark.slow
 def test_a_problem_is_compiled_checked_and_measured() -> None:
     outcome = carry_out(task())
     (found,) = outcome.cells
@@ -188,7 +187,6 @@ def test_a_problem_is_compiled_checked_and_measured() -> None:
     assert row_of(found).peer == "xla"
 
 
-@pytest.mark.slow
 def test_logits_that_are_too_large_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_zoo, "MAX_LOGIT_BYTES", 100)
     (found,) = carry_out(task(peers=(OURS, "xla"))).cells
@@ -239,7 +237,6 @@ def test_own_backends_by_name_are_peers() -> None:
     assert isinstance(found[FA4], JaxPeer)
 
 
-@pytest.mark.full
 def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "zoo.json"
     options = ["--cases", "smoke_causal", "--jobs", "2", "--threads", "2", "--rounds", "2", "--calls", "2"]

@@ -28,7 +28,6 @@ def test_the_model_learns_and_attention_of_both_is_the_same():
     assert 1.0e9 < fresh.Sizes().parameters < 1.3e9
 
 
-@pytest.mark.slow
 def test_stages_run_in_processes_of_their_own_and_leave_a_record(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     out = tmp_path / "fresh.json"
     arguments = ["--small", "--stages", "forward,tune", "--budget", "60", "--rounds", "1", "--out", str(out)]

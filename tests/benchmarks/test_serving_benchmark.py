@@ -18,7 +18,6 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *extra: str) -> dict[str,
     return json.loads(file.read_text())
 
 
-@pytest.mark.slow
 def test_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = run(tmp_path, monkeypatch, "--cases", ",".join(SMOKE))
     assert [cell["case"] for cell in found["cells"]] == list(SMOKE)

@@ -154,7 +154,6 @@ def test_a_cache_of_somebody_else_is_refused(nvcc, tmp_path, capsys):
     assert "writable by others" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_build_keeps_what_was_finished(number, nvcc, tmp_path):
     # A shell without job control has what runs in its background ignore the signal, and children inherit that.

@@ -124,7 +124,6 @@ def test_a_call_without_cuda_needs_nothing(nvcc):
     assert "nothing of it needs" in invoke("update_pages", "--shape", "2,128,2,64").output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "head_dim", "needed"),
     [
@@ -139,7 +138,6 @@ def test_for_a_device_that_is_not_here(device, head_dim, needed, stand_in, tmp_p
     assert built(tmp_path) == needed
 
 
-@pytest.mark.slow
 def test_a_program_that_asks_for_cuda_for_a_device_that_is_not_here(stand_in, tmp_path):
     arrays = ("--shapes", "float32[1,128,2,64] float32[1,128,2,64] float32[1,128,2,64]")
     invoke("mine:by_cuda", *arrays, "--device", "NVIDIA H200")

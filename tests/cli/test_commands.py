@@ -89,7 +89,6 @@ def test_info_names_device_versions_and_backends():
         assert word in text
 
 
-@pytest.mark.slow
 def test_tune_then_the_cache_commands(cache_directory, tmp_path):
     file = tmp_path / "result.json"
     text = invoke("tune", "flash_attention", *SHAPE, "--causal", "--json", str(file))
@@ -139,7 +138,6 @@ def test_clearing_forgets_what_a_killed_tuning_had_measured(cache_directory):
     assert len(PersistentCache(cache_directory)) == len(unfinished(cache)) == 0
 
 
-@pytest.mark.slow
 def test_explain_before_and_after_tuning(cache_directory):
     arguments = ("flash_attention", *SHAPE, "--no-backward")
     assert "heuristic" in invoke("explain", *arguments)
@@ -156,7 +154,6 @@ def test_explain_for_a_device_that_is_not_here(cache_directory):
     assert "hopper: needs a GPU" in " ".join(invoke("explain", *call, "--device", "TPU v5e").split())
 
 
-@pytest.mark.slow
 def test_tuning_into_a_lock(cache_directory, tmp_path, monkeypatch):
     from tilewright.ops import Lock
     from tilewright.ops.config import lockfile
@@ -201,7 +198,6 @@ def test_a_lock_of_elsewhere_is_refused_before_anything_is_measured(cache_direct
     assert len(PersistentCache(cache_directory)) == 0
 
 
-@pytest.mark.slow
 def test_candidates_are_isolated_as_asked(cache_directory, tmp_path):
     arguments = ("flash_attention", *SHAPE, "--no-backward", "--json", str(tmp_path / "found.json"))
     for isolation in ("process", "none"):
@@ -215,7 +211,6 @@ def test_how_to_measure_is_checked_first(option, value):
     assert option in invoke("tune", "flash_attention", *SHAPE, option, value, code=2)
 
 
-@pytest.mark.slow
 def test_bench_compares_with_jax_and_writes_json(tmp_path):
     file = tmp_path / "bench.json"
     text = invoke("bench", "flash_attention", *SHAPE, "--iters", "2", "--json", str(file))
@@ -265,7 +260,6 @@ def test_bad_arguments_are_one_line_on_stderr_and_code_2(arguments, message, cap
     assert message in captured.err
 
 
-@pytest.mark.slow
 def test_the_program_ends_with_code_2_and_no_traceback():
     done = run_program("tune", "flash_attention", "--shape", "1,64,3,16", "--kv-heads", "2")
     assert done.returncode == 2
@@ -274,7 +268,6 @@ def test_the_program_ends_with_code_2_and_no_traceback():
     assert "query.shape=(1, 64, 3, 16)" in line
 
 
-@pytest.mark.slow
 def test_a_function_without_kernels_is_said_to_have_none(tmp_path):
     (tmp_path / "waiting.py").write_text(SLOW_KERNELS)
     done = run_program("tune", "waiting:plain", cwd=tmp_path)
@@ -282,7 +275,6 @@ def test_a_function_without_kernels_is_said_to_have_none(tmp_path):
     assert "calls no kernel" in done.stderr
 
 
-@pytest.mark.slow
 def test_interrupting_a_tuning_keeps_what_was_measured(tmp_path):
     (tmp_path / "waiting.py").write_text(SLOW_KERNELS)
     folder = tmp_path / "cache"

@@ -244,7 +244,6 @@ def all_texts(text):
 PLAIN = Page(render([all_texts("x")], date=DATE))
 
 
-@pytest.mark.slow
 @given(st.text(st.characters(), min_size=1, max_size=200))
 @example(HOSTILE)
 @example("&#60;script&#62; &amp;")
@@ -408,7 +407,6 @@ def test_a_result_can_be_reported_where_its_kernels_are_not_installed(tmp_path):
     assert "this" not in sys.modules  # a module of the standard library that prints when it is imported
 
 
-@pytest.mark.slow
 def test_without_files_the_disk_cache_is_reported(cache_directory, tmp_path):
     invoke("tune", "flash_attention", "--shape", "1,32,2,16", "--json", str(tmp_path / "result.json"))
     cache = PersistentCache(cache_directory)

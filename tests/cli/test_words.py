@@ -322,7 +322,6 @@ def test_a_bench_is_reported(mine):
     assert "float32[8,4]" in page
 
 
-@pytest.mark.slow
 def test_a_bench_of_an_op_is_reported(tmp_path):
     file, out = tmp_path / "bench.json", tmp_path / "page.html"
     said = ("--set", "sinks=1", "--iters", "2", "--no-backward", "--json", str(file))
@@ -448,7 +447,6 @@ def test_one_backend_that_fails_does_not_end_a_bench(monkeypatch, capsys):
     assert "tilewright xla failed on 1,64,2,16" in line
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [["explain", "flash_attention", *SHAPE], ["tune", "flash_attention", *SHAPE], ["info"]]
 )
@@ -461,7 +459,6 @@ def test_a_device_that_is_not_there_is_one_line(command):
     assert ("flash_attention" in done.stdout) == (command == ["info"])
 
 
-@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error(cache_directory):
     entry_of(PersistentCache(cache_directory), "one")
     command = f"{sys.executable} -m tilewright cache list | true"
@@ -472,7 +469,6 @@ def test_a_reader_that_leaves_early_is_no_error(cache_directory):
 # The module and the shell
 
 
-@pytest.mark.slow
 def test_the_module_is_the_command():
     from tilewright import __version__
 
@@ -497,7 +493,6 @@ def complete(*words, **environment):
     return done.stdout.split()
 
 
-@pytest.mark.slow
 def test_words_are_completed_without_jax(cache_directory):
     assert complete("ben") == ["bench"]
     assert complete("explain", "flash") == ["flash_attention"]
@@ -520,7 +515,6 @@ def test_ids_are_completed_with_what_they_are_of(cache_directory, tmp_path):
     assert entry_ids(SimpleNamespace(params={}), "") == []
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_completion_is_installed_and_completes(tmp_path):
     (tmp_path / "bin").mkdir()
@@ -546,7 +540,6 @@ def test_completion_is_installed_and_completes(tmp_path):
     assert offered.strip() == "flash_attention"
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_a_command_that_has_nothing_to_keep(mine):
     (mine / "slow_module.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(100)\n")
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"

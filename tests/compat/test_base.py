@@ -47,7 +47,6 @@ def test_it_round_trips_hashes_and_is_frozen() -> None:
         config.block_q = 1  # type: ignore[misc]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tilewright/registry.KernelConfig", "tilewright.kernels.registry:KernelConfig"])
 def test_a_file_may_name_it_before_it_is_imported(name: str) -> None:
     program = f"from tilewright.ops.utils.stable_ids import find_class; print(find_class({name!r}).__name__)"

@@ -43,7 +43,6 @@ def test_a_class_is_unpickled_by_its_former_path() -> None:
     assert pickle.loads(b"ctilewright.ops.core.kernel\nKernel\n.") is Kernel
 
 
-@pytest.mark.slow
 def test_each_can_be_the_first_import_of_a_program() -> None:
     forget = "for name in [name for name in sys.modules if name.startswith('tilewright')]: del sys.modules[name]"
     lines = [line for path in MODULES for line in (f"import {path}", f"assert {path} is {MODULES[path]}", forget)]

@@ -15,7 +15,6 @@ def page() -> Iterator[types.ModuleType]:
         yield module
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("page", "without_builds")
 @pytest.mark.parametrize("test", list(generated()))
 def test_the_generated_suite_takes_the_function_of_the_page(test: Any, request: pytest.FixtureRequest) -> None:

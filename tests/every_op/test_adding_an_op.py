@@ -71,13 +71,11 @@ def run_generated(test: Any, op: str, request: pytest.FixtureRequest) -> None:
     test(op=op, **{name: request.getfixturevalue(name) for name in wanted})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("test", list(generated()))
 def test_the_generated_suite_takes_the_op_of_the_page(test: Any, page: Any, request: pytest.FixtureRequest) -> None:
     run_generated(test, "softcap", request)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("page")
 class TestFound:
     """Nothing but the registry names the op."""
@@ -103,7 +101,6 @@ class TestFound:
         assert modules.softcap.__doc__
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("page")
 class TestDefaults:
     def test_costs_are_bytes(self) -> None:

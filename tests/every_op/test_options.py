@@ -106,7 +106,6 @@ def test_the_backend_for_every_device_serves_every_option(op: str) -> None:
         assert backend.served(direction) == options_of(op)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_an_option_that_is_served_changes_the_results(op: str) -> None:
     """With the option at its default, the same arrays give other results, so the backend does read it."""

@@ -23,9 +23,7 @@ def abstract(arrays: list[Any]) -> list[jax.ShapeDtypeStruct]:
 
 
 @pytest.mark.usefixtures("without_builds")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if each == "tpu" else pytest.mark.slow) for name, each in DEVICES.items()]
-)
+@pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("op", every_op())
 def test_it_is_explained_and_lowered(op: str, name: str):
     call = call_of(op, "bfloat16")

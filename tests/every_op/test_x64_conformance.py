@@ -13,7 +13,6 @@ from tests.every_op.matrix import OpCall
 from tests.every_op.test_x64 import every_implementation_lowers
 from tests.kernels.flash_attention import conformance as of_attention
 from tests.kernels.paged_attention import conformance as of_serving
-from tests.support.suites import sampled
 
 ATTENTION = {
     each.case.name: dataclasses.replace(each, case=dataclasses.replace(each.case, dtype="bfloat16"))
@@ -39,19 +38,11 @@ def attention_kind(each: Any) -> Any:
 
 attention_cases = pytest.mark.parametrize(
     "name",
-    sampled(
-        ATTENTION,
-        test=first_of((name, attention_kind(each)) for name, each in ATTENTION.items())[:3],
-        quick=first_of((name, each.case.packed) for name, each in ATTENTION.items())[:1],
-    ),
+    ATTENTION,
 )
 serving_cases = pytest.mark.parametrize(
     "name",
-    sampled(
-        SERVING,
-        test=first_of((name, op) for name, (op, _) in SERVING.items()),
-        quick=first_of((name, op == "ragged_page_attention") for name, (op, case) in SERVING.items())[:2],
-    ),
+    SERVING,
 )
 
 

@@ -36,7 +36,6 @@ def tokens():
     return jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 33)), jnp.int32)
 
 
-@pytest.mark.slow
 def test_both_attentions_give_the_same_loss_and_gradients(parameters, tokens):
     (our_loss, our_gradients), (their_loss, their_gradients) = (
         jax.jit(jax.value_and_grad(functools.partial(bt.loss, config=MODEL, attention=attention)))(parameters, tokens)
@@ -78,7 +77,6 @@ def test_rotary_scores_depend_on_distance_alone():
     np.testing.assert_allclose(jnp.linalg.norm(rows[0], axis=-1), jnp.linalg.norm(query), rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_adamw_without_decay_and_clipping_is_the_published_update():
     optimizer = bt.OptimizerConfig(steps=10, warmup=1, weight_decay=0.0, clip_norm=1e9)
     state = bt.initial_state(MODEL, jax.random.key(2))
@@ -94,7 +92,6 @@ def test_adamw_without_decay_and_clipping_is_the_published_update():
         )
 
 
-@pytest.mark.full
 def test_training_learns_a_repeating_text():
     step = jax.jit(functools.partial(bt.train_step, model=MODEL, optimizer=OPTIMIZER, attention=ours))
     state = bt.initial_state(MODEL, jax.random.key(0))

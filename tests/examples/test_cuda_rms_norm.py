@@ -67,7 +67,6 @@ def test_what_the_kernel_cannot_do_is_said():
     assert Fact("alignment") in [each for need in TABLE.variants[0].requirements for each in need.operands()]
 
 
-@pytest.mark.slow
 def test_the_program_explains_itself_without_a_gpu():
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, str(EXAMPLE)], env=environment, capture_output=True, text=True, timeout=120)

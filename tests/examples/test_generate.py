@@ -34,7 +34,6 @@ def requests(seed: int = 0, count: int = 7) -> list[Request]:
     return [Request(i, draw.integers(0, 256, n).tolist(), m) for i, (n, m) in enumerate(sizes)]
 
 
-@pytest.mark.slow
 def test_answers_are_those_without_a_cache(parameters: Any):
     server = Server(parameters, MODEL, CONFIG)
     submitted = requests()
@@ -72,7 +71,6 @@ def test_a_request_that_cannot_fit_is_refused(parameters: Any):
         ServerConfig(slots=3, chunk=2)
 
 
-@pytest.mark.full
 def test_the_program_serves_what_the_demo_saved(tmp_path: Path):
     file = tmp_path / "parameters.npz"
     with pytest.raises(FileNotFoundError, match="make demo"):

@@ -26,7 +26,6 @@ def run(cell: str, module: types.ModuleType) -> Any:
     return None if last is None else eval(compile(ast.Expression(last.value), module.__name__, "eval"), module.__dict__)
 
 
-@pytest.mark.slow
 @notebooks
 def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))

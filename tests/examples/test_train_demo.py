@@ -28,7 +28,6 @@ def run_demo(folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.full
 def test_a_second_run_finds_the_configs_of_the_first(tmp_path):
     run_demo(tmp_path)
     second = run_demo(tmp_path)
@@ -36,7 +35,6 @@ def test_a_second_run_finds_the_configs_of_the_first(tmp_path):
     assert "nothing measured" in second
 
 
-@pytest.mark.slow
 def test_a_run_tunes_trains_and_saves(tmp_path):
     said = run_demo(tmp_path)
     assert "4 of 4 calls measured" in said
@@ -60,7 +58,6 @@ def test_a_disagreement_of_the_two_attentions_ends_the_demo():
             train_demo.check(comparison, loss)
 
 
-@pytest.mark.slow
 def test_the_gradient_difference_is_relative_to_the_gradient():
     state = bt.initial_state(bt.ModelConfig(layers=1, width=8, hidden=8, ngram_buckets=4), jax.random.key(0))
     zeros = jax.tree.map(np.zeros_like, state.mean)

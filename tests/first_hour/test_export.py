@@ -7,7 +7,6 @@ import pytest
 from jax import export
 
 import tilewright
-from tests.support.suites import sampled
 from tilewright.errors import UnsupportedError
 from tilewright.modules import flash_attention
 from tilewright.ops import policy_override
@@ -38,7 +37,7 @@ def close(ours, theirs):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-5), ours, theirs)
 
 
-@pytest.mark.parametrize("name", sampled(OPTIONS, test=["dropout", "last queries at the last keys"], quick=["causal"]))
+@pytest.mark.parametrize("name", OPTIONS)
 def test_batch_and_lengths_are_symbols(name):
     def attention(q, k, v):
         return flash_attention(q, k, v, **OPTIONS[name])
@@ -50,11 +49,7 @@ def test_batch_and_lengths_are_symbols(name):
 
 @pytest.mark.parametrize(
     "names",
-    sampled(
-        [(("b", "300", "200"),), (("2", "n", "m"),), (("b", "n", "n"),)],
-        test=[("b", "n", "n")],
-        key=lambda row: row[0],
-    ),
+    [("b", "300", "200"), ("2", "n", "m"), ("b", "n", "n")],
     ids=str,
 )
 def test_a_training_step_with_symbols(names):
@@ -66,7 +61,6 @@ def test_a_training_step_with_symbols(names):
         close(exported.call(*arrays(*given)), step(*arrays(*given)))
 
 
-@pytest.mark.slow
 def test_masks_of_arrays_with_symbols():
     def attention(q, k, v, ids, lengths, bias, mask):
         segments = {"q_segment_ids": ids[0], "kv_segment_ids": ids[1]}

@@ -43,7 +43,6 @@ def linen_model(attention_fn: Any, dropout_rate: float = 0.0) -> Any:
     return block(attention_fn, dropout_rate)
 
 
-@pytest.mark.slow
 def test_linen_layers_scanned_and_rematerialised_train_as_with_flaxs_attention():
     def losses(attention_fn: Any) -> list[float]:
         model = linen_model(attention_fn)
@@ -66,7 +65,6 @@ def test_linen_layers_scanned_and_rematerialised_train_as_with_flaxs_attention()
     np.testing.assert_allclose(losses(dot_product_attention), losses(nn.dot_product_attention), rtol=1e-4)
 
 
-@pytest.mark.slow
 def test_linen_layers_draw_their_dropout_anew_in_each_layer_and_step():
     model = linen_model(dot_product_attention, 0.5)
     params = model.init({"params": jax.random.key(1), "dropout": jax.random.key(2)}, X, None)
@@ -76,7 +74,6 @@ def test_linen_layers_draw_their_dropout_anew_in_each_layer_and_step():
     assert not np.allclose(once, other, atol=1e-3)
 
 
-@pytest.mark.slow
 def test_nnx_layers_scanned_and_rematerialised():
     def model(attention_fn: Any) -> Any:
         @nnx.split_rngs(splits=3)

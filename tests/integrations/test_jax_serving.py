@@ -19,7 +19,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support.jax_ragged import interpret_ragged_kernel
-from tests.support.suites import sampled
 from tilewright.errors import UnsupportedError
 from tilewright.integrations import jax_serving
 from tilewright.integrations.jax_serving import paged_attention, ragged_paged_attention
@@ -149,15 +148,7 @@ def test_the_signatures_are_those_of_jax():
 
 @pytest.mark.parametrize(
     "case",
-    sampled(
-        CASES,
-        key=lambda case: case.name,
-        quick=("plain", "all options"),
-        test=(
-            "one head for all", "only prefill", "a sequence without tokens", "window of one", "window",
-            "scaled", "bfloat16", "int8", "e4m3",
-        ),
-    ),
+    CASES,
     ids=lambda case: case.name,
 )  # fmt: skip
 def test_as_jax_reference(case: Case):
@@ -175,7 +166,7 @@ KERNEL_CASES = [
 
 @pytest.mark.parametrize(
     "case",
-    sampled(KERNEL_CASES, key=lambda case: case.name, test=("all options", "int8")),
+    KERNEL_CASES,
     ids=lambda case: case.name,
 )
 def test_as_jax_kernel(case: Case):
@@ -199,7 +190,6 @@ def _harmless(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return *arrays[:3], jnp.where(table < arrays[1].shape[0], table, 0), *arrays[4:]
 
 
-@pytest.mark.slow
 def test_by_triton():
     """The same arrangement of the cache by the GPU's backend, interpreted."""
     case = dataclasses.replace(CASE["all options"], dtype="bfloat16")
@@ -238,7 +228,6 @@ def test_debugging_says_nothing_of_what_is_behind_num_seqs(
     assert "kv_lengths[1] = -1" in caplog.text
 
 
-@pytest.mark.slow
 def test_the_cache_is_not_copied():
     """Compiled, what is computed with takes less than a quarter of the cache; the usual split takes all of it."""
     pages = jax.ShapeDtypeStruct((512, 16, 4, 32), jnp.float32)
@@ -256,7 +245,6 @@ def test_the_cache_is_not_copied():
     assert temporary(split) >= size
 
 
-@pytest.mark.slow
 def test_pages_are_written_in_place_before_they_are_read():
     """Donated to a step that writes and attends, as engines have it: the result is in the same memory."""
     case = CASE["plain"]
@@ -273,7 +261,6 @@ def test_pages_are_written_in_place_before_they_are_read():
     np.testing.assert_allclose(compiled(kv_pages)[1], want, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_transformations():
     case = CASE["plain"]
     q, *others = case.arrays()
@@ -288,7 +275,6 @@ def test_transformations():
         jax.grad(lambda q: ragged_paged_attention(q, *others).sum())(q)
 
 
-@pytest.mark.slow
 def test_heads_over_an_explicit_mesh():
     case = CASE["all options"]
     q, kv_pages, *others = case.arrays()
@@ -387,7 +373,6 @@ def test_decoding_as_dot_product_attention():
     np.testing.assert_allclose(paged_attention(*arrays), by_dot_product_attention(*arrays), atol=1e-5)
 
 
-@pytest.mark.slow
 def test_pages_that_do_not_exist_hold_nothing_in_any_head():
     """A number beyond the pages must not become the next head's page."""
     q, k, v, lengths, table = decoding()
@@ -398,7 +383,6 @@ def test_pages_that_do_not_exist_hold_nothing_in_any_head():
     assert not got[:2].any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("quantised", [False, True])
 def test_decoding_as_jax_kernel(quantised: bool):
     q, k, v, lengths, table = decoding()
@@ -413,7 +397,6 @@ def test_decoding_as_jax_kernel(quantised: bool):
     )
 
 
-@pytest.mark.full
 def test_decoding_as_jax_kernel_for_gpus():
     """Whose tables come before lengths, and which JAX deprecates."""
     with warnings.catch_warnings():

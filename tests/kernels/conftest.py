@@ -25,7 +25,7 @@ A100 = find_device("NVIDIA A100-SXM4-80GB").device
 def nvcc_marks(missing: list[str]) -> list[pytest.MarkDecorator]:
     """The marks of tests of what nvcc compiles, in half a minute or more; ``missing`` is what this machine lacks."""
     reason = "; ".join(missing)
-    return [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(bool(missing), reason=reason)]
+    return [pytest.mark.timeout(900), pytest.mark.skipif(bool(missing), reason=reason)]
 
 
 def needs_nvcc(missing: list[str]) -> Callable[[Any], Any]:

@@ -14,7 +14,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support.suites import sampled
 from tilewright.kernels import OPS
 from tilewright.modules import (
     all_gather_matmul,
@@ -242,9 +241,7 @@ def described(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
 
 
-@pytest.mark.parametrize(
-    "call", sampled(CALLS, test=CALLS, quick=["the same with a window shorter than a shard | length"])
-)
+@pytest.mark.parametrize("call", CALLS)
 def test_the_page_says_what_each_split_costs(call: str) -> None:
     forward = described(CALLS[call].counts(backward=False))
     backward = "–" if CALLS[call].inference else described(CALLS[call].counts(backward=True))

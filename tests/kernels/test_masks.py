@@ -134,7 +134,6 @@ def test_definitions_by_hand():
     np.testing.assert_array_equal(whole(packed, q_length, kv_length)[0, 0], j <= np.array([4, 5, 6, 0, 1])[:, None] + 1)
 
 
-@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(grids(), offsets, sides, sides)
 def test_static_bands_are_exact(grid, offset, left, right):
@@ -155,7 +154,6 @@ def test_lengths_are_exact(grid, seed, rows, columns):
     check_classes(mask, grid, exact=True)
 
 
-@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data(), grids())
 def test_classification_is_sound(data, grid):
@@ -166,7 +164,6 @@ def test_classification_is_sound(data, grid):
     check_classes(mask, grid, exact=False)
 
 
-@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.data(), grids())
 def test_tiles_are_slices(data, grid):

@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support.suites import sampled
 from tilewright.modules import (
     all_gather_matmul,
     context_parallel_attention,
@@ -84,11 +83,7 @@ def both(*specs: P) -> P:
 
 @pytest.mark.parametrize(
     ("name", "check_vma"),
-    sampled(
-        [(name, check_vma) for name in CALLS for check_vma in (True, False)],
-        test=[*((name, True) for name in CALLS), ("queries and keys", False), ("vocabulary", False)],
-        quick=[("heads", True), ("queries and keys", True)],
-    ),
+    [(name, check_vma) for name in CALLS for check_vma in (True, False)],
 )
 def test_explicit_axes_inside_of_a_shard_map_over_another_axis(name: str, check_vma: bool) -> None:
     function, operands, manual, explicit, out = CALLS[name]
@@ -104,9 +99,7 @@ def test_explicit_axes_inside_of_a_shard_map_over_another_axis(name: str, check_
         np.testing.assert_allclose(each, want, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name", sampled(CALLS, test=["keys", "queries and keys", "rows", "k", "groups", "vocabulary"], quick=["heads"])
-)
+@pytest.mark.parametrize("name", CALLS)
 def test_explicit_axes_beside_one_of_xla(name: str) -> None:
     """What XLA may split is not gathered for the sake of the explicit axis, where a backend is XLA's operations."""
     function, operands, by_xla, explicit, _ = CALLS[name]

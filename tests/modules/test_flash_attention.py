@@ -1,6 +1,7 @@
 """The public functions: signatures, results and gradients through the executor, and JAX's own function as the peer."""
 
 import inspect
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 
 import tilewright
-from tests.support.suites import crossed, sampled
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.flash_attention.arguments import CausalAlignment
 from tilewright.kernels.flash_attention.options import AttentionOptions
@@ -85,7 +85,6 @@ def loss(attention: Callable[..., Any]) -> Callable[..., Any]:
 ARRAYS = (QUERY, KEY, VALUE, draw(4, 24, 24, seed=3), draw(4, 2, seed=4))
 
 
-@pytest.mark.slow
 def test_results_and_gradients_of_every_array():
     close(everything(*ARRAYS, flash_attention), jax.jit(lambda *arrays: everything(*arrays, oracle))(*ARRAYS))
     wanted = jax.jit(jax.grad(loss(oracle), argnums=(0, 1, 2, 3, 4)))(*ARRAYS)
@@ -93,7 +92,6 @@ def test_results_and_gradients_of_every_array():
     close(jax.jit(jax.grad(loss(flash_attention), argnums=(0, 1, 2, 3, 4)))(*ARRAYS), wanted)
 
 
-@pytest.mark.slow
 def test_unbatched_is_a_batch_of_one():
     ids = jnp.asarray([0] * 9 + [1] * 15)
     arrays = [array[1:] for array in ARRAYS[:3]]
@@ -121,7 +119,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(TRANSFORMS, test=["vmap of grad", "remat", "scan"]))
+@pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms(name: str):
     transform = TRANSFORMS[name]
 
@@ -142,7 +140,6 @@ def test_output_has_the_dtype_of_the_query(dtype: Any):
     assert gradient.dtype == jnp.float32
 
 
-@pytest.mark.slow
 def test_dropout_keeps_the_mean_and_follows_the_seed():
     ones = jnp.ones((1, 256, 2, 8))
     first, again, other = (flash_attention(ones, ones, ones, dropout_prob=0.5, dropout_seed=seed) for seed in (1, 1, 2))
@@ -184,9 +181,7 @@ PEERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", sampled(PEERS, test=["scale", "bias and mask", "causal window", "lengths"], quick=["causal"])
-)
+@pytest.mark.parametrize("name", PEERS)
 def test_drop_in_agrees_with_jax(name: str):
     options, results = PEERS[name], []
     for attention in (dot_product_attention, jax.nn.dot_product_attention):
@@ -195,7 +190,9 @@ def test_drop_in_agrees_with_jax(name: str):
     close(*results)
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), crossed([(4, 4, 4), (3, 3, 3), (3, 4, 4)], [jnp.float32, jnp.bfloat16]))
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), list(itertools.product([(4, 4, 4), (3, 3, 3), (3, 4, 4)], [jnp.float32, jnp.bfloat16]))
+)
 def test_drop_in_residual_and_ranks(ranks: tuple[int, ...], dtype: Any):
     arrays = [array.astype(dtype)[:1].reshape(array.shape[4 - rank:] if rank == 3 else (1, *array.shape[1:]))
               for array, rank in zip((QUERY, KEY, VALUE), ranks, strict=True)]  # fmt: skip
@@ -230,7 +227,6 @@ def test_drop_in_implementations():
         dot_product_attention(QUERY, KEY, VALUE, implementation="cudnn")
 
 
-@pytest.mark.slow
 def test_base_is_loaded_on_use():
     code = (
         "import sys, tilewright.modules as m; assert 'tilewright.modules.base' not in sys.modules; "

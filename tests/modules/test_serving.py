@@ -14,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tilewright
-from tests.support.suites import sampled
 from tilewright import modules
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import OPS, function, kernel
@@ -78,7 +77,6 @@ def test_names_of_kernels_and_functions():
         assert isinstance(kernel(name), getattr(modules, kind))
 
 
-@pytest.mark.slow
 def test_one_problem_in_all_layouts():
     options: dict[str, Any] = {"sliding_window": 20, "softmax_aux": jnp.ones(4), "return_lse": True}
     want = page_attention(*CALL, **options)
@@ -166,7 +164,6 @@ def test_tokens_of_no_sequence_see_nothing_and_are_not_written():
         np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.slow
 def test_latents_are_keys_whose_first_part_is_the_value():
     latents, query = draw(12, 8, 24, seed=4), draw(3, 2, 4, 24, seed=5)
     got = mla_decode(query, latents, TABLE, LENGTHS, kv_lora_rank=20, softmax_scale=0.2)
@@ -236,7 +233,6 @@ def test_a_gradient_is_refused_by_name():
         jax.jit(jax.grad(lambda p: update_pages(p, VALUE_PAGES, *new, TABLE, LENGTHS)[0].sum()))(KEY_PAGES)
 
 
-@pytest.mark.slow
 def test_vmap_over_anything():
     queries, lengths = jnp.stack([QUERY, -QUERY]), jnp.stack([LENGTHS, LENGTHS // 2])
     got = jax.jit(jax.vmap(page_attention, in_axes=(0, None, None, None, 0)))(queries, *CALL[1:4], lengths)
@@ -248,7 +244,6 @@ def test_vmap_over_anything():
     np.testing.assert_allclose(both[1], page_attention(QUERY, caches[1], *CALL[2:]), atol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("writes", [False, True])
 def test_heads_over_an_explicit_mesh(writes: bool):
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
@@ -275,19 +270,14 @@ BY_SEQUENCE, BY_SEQUENCE_AND_HEAD = P("data"), P("data", "tensor")
 
 @pytest.mark.parametrize(
     ("name", "specs"),
-    sampled(
-        {
-            "page_attention": (BY_SEQUENCE, P(), P(), BY_SEQUENCE, BY_SEQUENCE),
-            "page_attention, whole tables, heads": (BY_SEQUENCE_AND_HEAD, *[P(None, None, "tensor")] * 2, P(), P()),
-            "decode_attention": (BY_SEQUENCE,) * 4,
-            "decode_attention, heads": (BY_SEQUENCE_AND_HEAD, *[P("data", None, "tensor")] * 2, P()),
-            "ragged_decode_attention": (BY_SEQUENCE,) * 5,
-            "mla_decode": (BY_SEQUENCE_AND_HEAD, P(), BY_SEQUENCE, BY_SEQUENCE),
-        }.items(),
-        test=["page_attention, whole tables, heads", "mla_decode"],
-        quick=["page_attention", "decode_attention, heads"],
-        key=lambda row: row[0],
-    ),
+    {
+        "page_attention": (BY_SEQUENCE, P(), P(), BY_SEQUENCE, BY_SEQUENCE),
+        "page_attention, whole tables, heads": (BY_SEQUENCE_AND_HEAD, *[P(None, None, "tensor")] * 2, P(), P()),
+        "decode_attention": (BY_SEQUENCE,) * 4,
+        "decode_attention, heads": (BY_SEQUENCE_AND_HEAD, *[P("data", None, "tensor")] * 2, P()),
+        "ragged_decode_attention": (BY_SEQUENCE,) * 5,
+        "mla_decode": (BY_SEQUENCE_AND_HEAD, P(), BY_SEQUENCE, BY_SEQUENCE),
+    }.items(),
 )
 def test_sequences_over_an_explicit_mesh(name: str, specs: tuple[P, ...]):
     """Each device serves its sequences, without communication, whether the tables are split or whole."""
@@ -371,7 +361,7 @@ TUNED = [
 ]
 
 
-@pytest.mark.parametrize(("op", "case"), sampled(TUNED, test=["ragged_page_attention"], key=lambda row: row[0]))
+@pytest.mark.parametrize(("op", "case"), TUNED)
 def test_tuning_checks_every_candidate(op: str, case: Any):
     positional, keywords = case.arguments()
     chain = ConfigSelectorChain()
@@ -381,7 +371,6 @@ def test_tuning_checks_every_candidate(op: str, case: Any):
     assert from_json(to_json(call.winner.config.params), FwdParams) == call.winner.config.params
 
 
-@pytest.mark.slow
 def test_tuning_without_values_draws_valid_ones():
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in CALL]
     chain = ConfigSelectorChain()

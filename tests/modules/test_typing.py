@@ -42,7 +42,6 @@ def wrong(x: jax.Array, i: jax.Array) -> None:
 WANTED = [number for number, line in enumerate(CALLS.splitlines(), 1) if line.endswith("# wrong")]
 
 
-@pytest.mark.slow
 def test_mypy_finds_wrong_arguments_and_nothing_else(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     file = tmp_path / "calls.py"

@@ -1,5 +1,6 @@
 """Kernels under JAX's transformations, with and without tuning, against the same functions without kernels."""
 
+import itertools
 import re
 
 import jax
@@ -10,7 +11,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.ops.kernel.samples import FORMS, Config, Pair, Product, Recomputing, operands, watching
-from tests.support.suites import crossed
 from tilewright.ops import (
     ConfigCache,
     ConfigSelectorChain,
@@ -119,7 +119,7 @@ TRANSFORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "form", "autotune"), crossed(TRANSFORMS, FORMS, [False, True], quick=12))
+@pytest.mark.parametrize(("name", "form", "autotune"), list(itertools.product(TRANSFORMS, FORMS, [False, True])))
 def test_results(name, form, autotune):
     transform, arguments = TRANSFORMS[name]
     kernel, watched = form(), Watched(autotune=autotune)
@@ -130,7 +130,7 @@ def test_results(name, form, autotune):
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), crossed(["jit", "jit of grad", "jit of vmap", "grad of scan", "shard_map"], FORMS)
+    ("name", "form"), list(itertools.product(["jit", "jit of grad", "jit of vmap", "grad of scan", "shard_map"], FORMS))
 )
 def test_no_tracer_leaks(name, form):
     transform, arguments = TRANSFORMS[name]
@@ -153,7 +153,8 @@ class TestTheTracedProgram:
         assert len(names) == (form is Product)  # the others are named where they are differentiated
 
     @pytest.mark.parametrize(
-        ("name", "form"), crossed(["eager", "vmap", "jit of grad", "scan", "remat"], [Recomputing, Pair], quick=2)
+        ("name", "form"),
+        list(itertools.product(["eager", "vmap", "jit of grad", "scan", "remat"], [Recomputing, Pair])),
     )
     def test_does_not_depend_on_tuning(self, name, form):
         transform, arguments = TRANSFORMS[name]
@@ -265,7 +266,7 @@ class TestSharding:
 
     @pytest.mark.parametrize(
         ("kind", "form", "autotune"),
-        crossed([AxisType.Auto, AxisType.Explicit], FORMS, [False, True], times=2, quick=2),
+        list(itertools.product([AxisType.Auto, AxisType.Explicit], FORMS, [False, True])),
     )
     def test_adds_no_collective(self, kind, form, autotune):
         watched, kernel, mesh = Watched(autotune=autotune), form(), self.mesh(kind)
@@ -337,7 +338,7 @@ class TestSharding:
 class TestExport:
     @pytest.mark.parametrize(
         ("form", "platforms", "autotune"),
-        crossed(FORMS, [None, ["cpu", "cuda"], ["cuda", "tpu", "cpu"]], [False, True], quick=1),
+        list(itertools.product(FORMS, [None, ["cpu", "cuda"], ["cuda", "tpu", "cpu"]], [False, True])),
     )
     def test_round_trip(self, form, platforms, autotune):
         kernel, watched = form(), Watched(autotune=autotune)
@@ -382,7 +383,9 @@ class TestExport:
 class TestLabels:
     @pytest.mark.parametrize(
         ("name", "form"),
-        crossed([name for name in TRANSFORMS if name not in ("linearize", "eager")], [Recomputing, Pair], quick=8),
+        list(
+            itertools.product([name for name in TRANSFORMS if name not in ("linearize", "eager")], [Recomputing, Pair])
+        ),
     )
     def test_are_in_the_program(self, name, form):
         transform, arguments = TRANSFORMS[name]
@@ -393,7 +396,6 @@ class TestLabels:
         assert {"backward" in label for label in labels} >= ({True} if "grad" in name or name == "jacrev" else {False})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_precision_and_x64_reach_the_kernel(form):
     executor = Executor(ConfigSelectorChain(autotune=True))

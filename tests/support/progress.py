@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.suites import recorded
+
 SECONDS_BETWEEN = 10.0
 
 
@@ -14,18 +16,25 @@ class Progress:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._began = self._written = time.monotonic()
-        self._total = 0
+        self._total = self._unmeasured = 0
         self._done: set[str] = set()
         self._failed: set[str] = set()
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        self._total = len(items)
-
-    def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        self._total -= len(items)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._collected([item.nodeid for item in session.items])
 
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        self._total = len(ids)
+        self._collected(ids)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self._unmeasured:
+            terminalreporter.write_line(
+                f"{self._unmeasured} of these tests are in every suite until `make test-costs` has measured them"
+            )
+
+    def _collected(self, ids: list[str]) -> None:
+        if ids:  # the process that only collects reports has none of its own
+            self._total, self._unmeasured = len(ids), len(set(ids) - set(recorded()))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str] | None:

@@ -141,7 +141,6 @@ def attention(
     return kernel(query, key, value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("detect_races", [False, True])
 def test_attention_forward(detect_races: bool) -> None:
     query, key, value = (normal(seed, 256, 64) for seed in range(3))

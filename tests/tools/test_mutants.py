@@ -62,7 +62,6 @@ def test_verdicts_are_kept_and_go_with_the_text_of_the_defect(tmp_path):
     assert Verdicts(tmp_path / "verdicts.json").known == {}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_a_defect_is_planted_in_a_copy_and_caught(tmp_path, monkeypatch):
     project = tmp_path / "project"

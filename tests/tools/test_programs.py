@@ -173,7 +173,6 @@ def test_a_program_that_raises_is_compared_by_that(monkeypatch):
     assert "cannot: NotImplementedError" in of_update_pages().values()
 
 
-@pytest.mark.slow
 def test_calls_on_devices_that_are_not_here_have_gradients_and_outside_kernels():
     known = programs.framework()
     with programs.stubs(known):
@@ -247,7 +246,6 @@ def test_the_place_of_a_key_is_a_file_of_its_own():
     assert all(len(place.name) < 255 and " " not in str(place) for place in places)
 
 
-@pytest.mark.slow
 def test_two_processes_write_the_same(tmp_path):
     files = [tmp_path / "first.json", tmp_path / "second.json"]
     for seed, file in enumerate(files):

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.suites import LEFT_OUT, SUITES
-
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -37,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--suites-in") is not None:
-        config.getoption("--suites-in").write_text(json.dumps({item.nodeid: suite_of(item) for item in items}))
+        config.getoption("--suites-in").write_text(json.dumps({item.nodeid: "test" for item in items}))
     wanted = config.getoption("--tests-in")
     if wanted is None:
         return
@@ -45,12 +43,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.nodeid not in place]
     items[:] = sorted((item for item in items if item.nodeid in place), key=lambda item: place[item.nodeid])
     config.hook.pytest_deselected(items=left_out)
-
-
-def suite_of(item: pytest.Item) -> str:
-    """The smallest suite that has a test."""
-    marks = {mark.name for mark in item.iter_markers()}
-    return next(suite for suite in SUITES if LEFT_OUT[suite].isdisjoint(marks))
 
 
 class Failures:

@@ -113,8 +113,7 @@ def test_documents_that_the_host_knows_on_explicit_axes() -> None:
     assert (forward_hops(documents), forward_hops(jnp.asarray(documents))) == (1, 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zigzag", pytest.param("contiguous", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_a_ring_takes_no_more_memory_for_more_devices(layout: str) -> None:
     """Length and devices double together: what a device allocates beside operands and results stays as it is."""
     sizes = []

@@ -265,7 +265,6 @@ def test_a_cache_that_cannot_be_made_is_an_error_of_the_build(nvcc, table, tmp_p
         build(groups_of(table, 90), cache=BuildCache(tmp_path / "file" / "cuda"))
 
 
-@pytest.mark.slow
 def test_an_interrupted_build_leaves_nothing(nvcc, cache, table, tmp_path):
     process = start_builder(tmp_path, cache, FAKE_NVCC_SECONDS="100")
     wait_for(nvcc.compilations, process)
@@ -291,7 +290,6 @@ def test_what_a_killed_build_left_is_never_used_and_removed(nvcc, cache, table, 
     assert left_behind(cache) == []
 
 
-@pytest.mark.slow
 def test_the_files_of_a_running_build_are_left_alone(nvcc, cache, table, tmp_path):
     process = start_builder(tmp_path, cache, FAKE_NVCC_SECONDS="2")
     wait_for(nvcc.compilations, process)
@@ -301,7 +299,6 @@ def test_the_files_of_a_running_build_are_left_alone(nvcc, cache, table, tmp_pat
     assert Path(output.strip()) == find(Group(table, "fast", 90), cache)
 
 
-@pytest.mark.slow
 def test_processes_that_build_the_same_group_at_once(nvcc, cache, table, tmp_path):
     processes = [start_builder(tmp_path, cache, FAKE_NVCC_SECONDS="2") for _ in range(2)]
     outputs = [process.communicate(timeout=60) for process in processes]
@@ -311,7 +308,6 @@ def test_processes_that_build_the_same_group_at_once(nvcc, cache, table, tmp_pat
     assert left_behind(cache) == []
 
 
-@pytest.mark.slow
 def test_nothing_is_built_twice_by_processes_that_build_a_whole_table(nvcc, cache, table, tmp_path):
     processes = [
         start_builder(tmp_path, cache, *groups, FAKE_NVCC_SECONDS="1")
@@ -323,7 +319,6 @@ def test_nothing_is_built_twice_by_processes_that_build_a_whole_table(nvcc, cach
     assert left_behind(cache) == []
 
 
-@pytest.mark.slow
 def test_without_locks_both_build_and_the_last_one_stays(nvcc, cache, table, tmp_path, monkeypatch):
     def flock(*arguments):
         raise OSError(95, "Operation not supported")

@@ -10,7 +10,6 @@ from cuda_rms_norm.rms_norm import TABLE, RmsNormVariant, cuda_reasons, cuda_rms
 
 from tests.kernels.conftest import A100, H100, nvcc_marks
 from tests.support.fake_nvcc import sample_table
-from tests.support.suites import sampled
 from tilewright.errors import BuildError
 from tilewright.kernels.cuda import BuildCache, CudaKernel, Group, build
 from tilewright.kernels.cuda.toolchain import find_compiler, missing
@@ -21,7 +20,7 @@ pytestmark = nvcc_marks(REASONS)
 DEVICES = {80: A100, 90: H100}
 
 
-@pytest.mark.parametrize("capability", sampled(DEVICES, test=[90]))
+@pytest.mark.parametrize("capability", DEVICES)
 def test_a_group_is_compiled_loaded_and_selected_from(capability, real_cache):
     (library,) = build([Group(TABLE, "float32", capability)], cache=real_cache).values()
     functions = ctypes.CDLL(str(library))

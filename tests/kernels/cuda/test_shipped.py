@@ -191,7 +191,6 @@ def test_older_versions_of_the_ffi_are_taken(nvcc, table, site):
     assert locate(Group(table, "fast", 90)).shipped
 
 
-@pytest.mark.slow
 def test_the_version_of_the_ffi_is_that_which_handlers_tell_xla(nvcc, tmp_path):
     """Of a handler that a C++ compiler makes with jaxlib's headers."""
     source = tmp_path / "version.cc"
@@ -268,7 +267,6 @@ def test_a_driver_of_an_older_cuda_is_a_miss_with_the_driver_that_is_needed(
         )
 
 
-@pytest.mark.slow
 def test_the_driver_is_asked(tmp_path):
     """A library of the driver's name that says 12.8."""
     if fake_nvcc.HOST_COMPILER is None:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.suites import covered, crossed, sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
@@ -161,24 +160,6 @@ POSITION_BIASES = {
 """Calls with a bias of positions, which some backends decline."""
 
 
-def properties(conformance_case: ConformanceCase) -> list[tuple[str, Any]]:
-    """What of a case a covering array has to have, each once."""
-    fields = {field.name: getattr(conformance_case.case, field.name) for field in dataclasses.fields(AttentionCase)}
-    del fields["name"]
-    return [("mask_object", conformance_case.mask_object), *((name, repr(value)) for name, value in fields.items())]
-
-
-def chosen(
-    cases: Sequence[ConformanceCase] = CASES,
-    where: Callable[[AttentionCase], bool] = lambda case: True,
-    *,
-    times: int = 1,
-    quick: int = 1,
-) -> list[Any]:
-    """Cases, of which ``make test`` runs a covering array; ``where`` says which a backend serves."""
-    return covered(cases, properties, where=lambda each: where(each.case), times=times, quick=quick)
-
-
 def describe(conformance_case: ConformanceCase) -> str:
     """A test's name that says what is unusual in it."""
     case, default = conformance_case.case, AttentionCase("", batch=2, q_length=0, heads=0, head_dim=0)
@@ -279,7 +260,7 @@ def judge_gradients(backend: Backend, inputs: AttentionInputs, configs: Sequence
 
 
 class Conformance(abc.ABC):
-    """Set ``backend``, and ``cases`` to what `chosen` takes; extend ``params`` if its heuristic has no small tiles.
+    """Set ``backend``; extend ``params`` if its heuristic has no small tiles.
 
     ``low_bias`` says whether a bias near the lowest number of float32 does not overflow.
     """
@@ -287,11 +268,10 @@ class Conformance(abc.ABC):
     backend: ClassVar[Backend]
     low_bias: ClassVar[bool] = True
     deterministic: ClassVar[bool] = True
-    cases: ClassVar[Sequence[Any]] = CASES
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "conformance_case" in metafunc.fixturenames:
-            metafunc.parametrize("conformance_case", self.cases, ids=describe)
+            metafunc.parametrize("conformance_case", CASES, ids=describe)
 
     def params(self, inputs: AttentionInputs, direction: Direction) -> Any:
         """What to run with: something that makes several tiles of a few dozen positions."""
@@ -333,12 +313,11 @@ class Conformance(abc.ABC):
     def test_pairwise(self, conformance_case: ConformanceCase):
         self.run_and_check(conformance_case.prepared(seed=0), conformance_case.case.tolerance_factor)
 
-    @pytest.mark.parametrize("name", sampled(POSITION_BIASES, test=["alibi", "relative, cap"], quick=["alibi"]))
+    @pytest.mark.parametrize("name", POSITION_BIASES)
     def test_position_bias(self, name: str):
         case = POSITION_BIASES[name]
         self.run_and_check(inputs_of(case), case.tolerance_factor)
 
-    @pytest.mark.slow
     def test_without_d_lse(self):
         case = AttentionCase("", batch=2, q_length=40, heads=2, head_dim=16, causal=True)
         inputs = self.supported(inputs_of(case))
@@ -348,7 +327,7 @@ class Conformance(abc.ABC):
         got = Judged({"out": results[0], "lse": results[1]}, gradients)
         self.check(got, inputs, d_out, jnp.zeros_like(d_lse), 2.0)
 
-    @pytest.mark.parametrize("sinks", sampled([0, 2], test=[0]))
+    @pytest.mark.parametrize("sinks", [0, 2])
     def test_rows_that_see_nothing(self, sinks: int):
         case = AttentionCase("", batch=2, q_length=40, heads=2, head_dim=16, sinks=sinks, bias="bhqk")
         arrays, kwargs = case.arguments()
@@ -361,7 +340,7 @@ class Conformance(abc.ABC):
         if not sinks:
             assert np.all(np.isneginf(np.asarray(got.results["lse"])[1]))
 
-    @pytest.mark.parametrize(("offset", "dtype"), crossed([1e4, -1e4], ["float32", "bfloat16"]))
+    @pytest.mark.parametrize(("offset", "dtype"), list(itertools.product([1e4, -1e4], ["float32", "bfloat16"])))
     def test_large_logits(self, offset: float, dtype: str):
         """A shift of all logits changes the log-sum-exp alone."""
         case = AttentionCase("", batch=1, q_length=40, heads=2, head_dim=16, dtype=dtype, causal=True)
@@ -382,13 +361,12 @@ class Conformance(abc.ABC):
             allowed = 2 * (narrow if dtype != "float32" and name != "lse" else 0.0)
             assert error <= allowed + rounding * max(1.0, float(np.max(np.abs(ref)))), name
 
-    @pytest.mark.parametrize("offset", sampled([-(1 << 30), -45, 45, 1 << 30], test=[-45, 1 << 30]))
+    @pytest.mark.parametrize("offset", [-(1 << 30), -45, 45, 1 << 30])
     def test_large_mask_offsets(self, offset: int):
         arrays, kwargs = AttentionCase("", batch=1, q_length=40, kv_length=70, heads=2, head_dim=16).arguments()
         mask = CausalMask(offset) & WindowMask(50, 3, offset)
         self.run_and_check(FlashAttention().prepare(*arrays, mask=mask, **kwargs))
 
-    @pytest.mark.slow
     def test_bias_of_minus_infinity_masks(self):
         arrays, kwargs = AttentionCase("", batch=1, q_length=40, heads=2, head_dim=16).arguments()
         bias = np.zeros((40, 40), np.float32)
@@ -396,7 +374,8 @@ class Conformance(abc.ABC):
         self.run_and_check(FlashAttention().prepare(*arrays, bias=bias, **kwargs))
 
     @pytest.mark.parametrize(
-        ("lowest", "dtype"), crossed([float(jnp.finfo(jnp.bfloat16).min), -1e10], ["bfloat16", "float32"])
+        ("lowest", "dtype"),
+        list(itertools.product([float(jnp.finfo(jnp.bfloat16).min), -1e10], ["bfloat16", "float32"])),
     )
     def test_rows_hidden_by_a_low_bias(self, lowest: float, dtype: str):
         """A softmax does not overflow in base 2, and is uniform where all logits are equal; such rows have no gradient.
@@ -426,13 +405,11 @@ class Conformance(abc.ABC):
             part["lse"] = jnp.where(hidden, 0.0, part["lse"])
         judge(found, exact, low, 2.0)
 
-    @pytest.mark.slow
     def test_batch_of_none(self):
         arrays = [jnp.zeros((0, 8, 2, 16))] * 3
         got = self.run_and_check(FlashAttention().prepare(*arrays, causal=True))
         assert got.results["out"].shape == (0, 8, 2, 16)
 
-    @pytest.mark.slow
     def test_forward_of_another_backend(self):
         """The residuals are (out, lse) and nothing else: the oracle's serve as well as the backend's own."""
         case = AttentionCase("", batch=2, q_length=40, kv_length=70, heads=4, kv_heads=2, head_dim=16, causal=True)
@@ -442,7 +419,6 @@ class Conformance(abc.ABC):
         gradients = self.backward(inputs, (results["out"], results["lse"]), (d_out, d_lse))
         self.check(Judged(results, gradients), inputs, d_out, d_lse, 2.0)
 
-    @pytest.mark.full
     def test_repeats_bitwise(self):
         if not self.deterministic:
             pytest.skip("the backend says that it is not")

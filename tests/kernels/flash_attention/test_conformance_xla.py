@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.kernels.flash_attention.conformance import CASES, Conformance, chosen, describe
+from tests.kernels.flash_attention.conformance import CASES, Conformance, describe
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.op.backend import Backend
@@ -18,7 +18,6 @@ TILES = {16: (16, 32), 24: (13, 9), 5: (32, 16)}
 
 class TestXla(Conformance):
     backend: ClassVar[Backend] = XlaFlashAttention()
-    cases = chosen(quick=3)
 
     def params(self, inputs: AttentionInputs, direction: Direction) -> FwdParams | BwdParams:
         kind = FwdParams if direction == "forward" else BwdParams

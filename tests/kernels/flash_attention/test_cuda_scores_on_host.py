@@ -19,7 +19,7 @@ from tilewright.kernels.numerics.dropout import drawn_probability, head_keys, ke
 
 CUDA = Path(tilewright.__file__).parent / "kernels/flash_attention/cuda"
 MISSING = toolchain.missing(90)
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING))]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING))
 
 BATCH, HEADS, LENGTH = 3, 2, 200
 

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.suites import sampled
 from tilewright.kernels.hopper.mosaic_dropout import places_of_pair, words_of_bits
 from tilewright.kernels.numerics.dropout import LANES, keep_elements
 
@@ -55,7 +54,7 @@ def mask_of_threads(words: list[np.ndarray], columns: int, transposed: bool) -> 
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["queries", "keys"])
-@pytest.mark.parametrize("columns", sampled(COLUMNS, quick=[80, 128], test=COLUMNS))
+@pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("threshold", [0, 1, 6554, 32768, 40000, 65535])
 def test_bits_are_those_of_the_definition(columns: int, transposed: bool, threshold: int):
     key = np.uint32(0x9ABCDEF0), np.uint32(0x12345678)

@@ -1,6 +1,7 @@
 """The gradient of a bias from the Hopper kernels, interpreted on the CPU, against the oracle."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from tests.kernels.flash_attention.conformance import cotangents, inputs_of, judge_gradients, oracle
 from tests.kernels.flash_attention.test_pallas_transforms import check, with_gradients
 from tests.support.mosaic_interpret import interpret_mosaic
-from tests.support.suites import crossed, sampled
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.hopper.bias_gradient import BiasGradient
@@ -48,9 +48,7 @@ def run(case: AttentionCase, *configs: Any, bias_dtype: str | None = None) -> No
     judge_gradients(BACKEND, inputs, configs, case.tolerance_factor)
 
 
-@pytest.mark.parametrize(
-    "bias", sampled(["bhqk", "bhk", "bqk", "hqk", "qk", "bk", "k", "hq", "q", "bh", ""], test=["hqk"])
-)
+@pytest.mark.parametrize("bias", ["bhqk", "bhk", "bqk", "hqk", "qk", "bk", "k", "hq", "q", "bh", ""])
 def test_every_way_to_broadcast(bias: str):
     configs = (ADDED, FIXED) if bias in ("bhqk", "hqk", "bk", "q") else (ADDED,)
     run(case(bias=bias, causal=len(bias) % 2 == 0), *configs)
@@ -76,13 +74,12 @@ OPTIONS: dict[str, tuple[AttentionCase, tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(OPTIONS, test=["d192", "stored"]))
+@pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str):
     case, configs = OPTIONS[name]
     run(case, *configs)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_bias_of_another_dtype(dtype: str):
     run(case(batch=1, bias="bhqk"), ADDED, bias_dtype=dtype)
@@ -91,24 +88,19 @@ def test_a_bias_of_another_dtype(dtype: str):
 
 @pytest.mark.parametrize(
     ("name", "params", "options"),
-    sampled(
-        [
-            ("added", ADDED, {"head_dim": 128, "bias": "hqk", "causal": True}),
-            ("of_keys", ADDED, {"bias": "k"}),
-            ("fixed", FIXED, {"bias": "bhqk"}),
-            ("wide_added", WIDE_ADDED, {"head_dim": 192, "bias": "qk"}),
-            ("wide_fixed", WIDE_FIXED, {"head_dim": 192, "bias": "hk"}),
-        ],
-        test=["added"],
-        key=lambda row: row[0],
-    ),
+    [
+        ("added", ADDED, {"head_dim": 128, "bias": "hqk", "causal": True}),
+        ("of_keys", ADDED, {"bias": "k"}),
+        ("fixed", FIXED, {"bias": "bhqk"}),
+        ("wide_added", WIDE_ADDED, {"head_dim": 192, "bias": "qk"}),
+        ("wide_fixed", WIDE_FIXED, {"head_dim": 192, "bias": "hk"}),
+    ],
 )
 def test_races(name: str, params: Any, options: dict[str, Any]):
     with interpret_mosaic(detect_races=True):
         run(case(130, 200, **{"batch": 1, **options}), params)
 
 
-@pytest.mark.full
 def test_tiles_that_nothing_sees_are_zeros():
     inputs = inputs_of(case(300, 300, batch=1, bias="hqk", causal=True, sliding_window=30))
     d_out, d_lse = cotangents(inputs)
@@ -120,7 +112,6 @@ def test_tiles_that_nothing_sees_are_zeros():
     assert np.asarray(got)[..., columns == rows].all()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("bias", ["hqk", "qk"])
 def test_a_bias_of_minus_infinity(bias: str):
     """Over a tile of keys, and over a whole row."""
@@ -190,7 +181,6 @@ def attention(platform: str, params: Any = None) -> Any:
     return lambda *args: flash_attention(*args, causal=True, platform=platform, cfg=cfg)
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("on_an_h100")
 @pytest.mark.parametrize(
     ("in_axes", "params"), [((0, None, None, 0), ADDED), ((0, 0, 0, None), FIXED)], ids=["added", "fixed"]
@@ -207,7 +197,7 @@ def test_vmap(in_axes: Any, params: HopperBackwardParams):
 
 
 @pytest.mark.usefixtures("on_an_h100")
-@pytest.mark.parametrize(("where", "params"), crossed(["inside", "outside"], [ADDED, FIXED]))
+@pytest.mark.parametrize(("where", "params"), list(itertools.product(["inside", "outside"], [ADDED, FIXED])))
 def test_gradients_that_devices_share_are_summed(where: str, params: HopperBackwardParams):
     """A collective cannot follow an interpreted kernel on few cores: its place in the program is looked at instead."""
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))

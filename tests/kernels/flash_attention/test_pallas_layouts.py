@@ -42,7 +42,6 @@ def inputs(head_dim: int, bias: bool) -> AttentionInputs:
     return FlashAttention().prepare(query, key, key, array, causal=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "head_dim", "bias"),
     [

@@ -29,7 +29,6 @@ from tests.kernels.flash_attention.test_pallas_transforms import (
     with_gradients,
 )
 from tests.support.mosaic_interpret import interpret_mosaic
-from tests.support.suites import crossed, sampled
 from tilewright.kernels.biases import AlibiBias, RelativeBias
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.hopper import backend
@@ -71,11 +70,7 @@ def case(kind: str, q_length: int = 150, kv_length: int = 190, **options: Any) -
 
 @pytest.mark.parametrize(
     ("kind", "params", "causal"),
-    sampled(
-        [(kind, params, causal) for kind in KINDS for params in FORWARD for causal in (False, True)],
-        test=[("alibi", "persistent", True), ("relative", "three consumers", False), ("alibi", "one by one", False)],
-        quick=[("relative", "persistent", True)],
-    ),
+    [(kind, params, causal) for kind in KINDS for params in FORWARD for causal in (False, True)],
 )
 def test_forward(kind: str, params: str, causal: bool) -> None:
     inputs = inputs_of(case(kind, 330, 290, batch=1, causal=causal))
@@ -108,18 +103,14 @@ BACKWARD: dict[str, tuple[AttentionCase, tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize(
     "name",
-    sampled(
-        BACKWARD,
-        test=["alibi, two sides", "relative", "relative of all heads", "alibi, d256", "relative, d192"],
-        quick=["alibi"],
-    ),
+    BACKWARD,
 )
 def test_backward(name: str) -> None:
     case, configs = BACKWARD[name]
     judge_gradients(BACKEND, inputs_of(case), configs, case.tolerance_factor)
 
 
-@pytest.mark.parametrize("kind", sampled(["alibi", "relative"], test=["alibi"]))
+@pytest.mark.parametrize("kind", ["alibi", "relative"])
 def test_split_query_heads(kind: str) -> None:
     """Parts of a key head's query heads are work items of their own: here two of three, of five heads."""
     split = functools.partial(GroupParts, parts=3)
@@ -141,7 +132,6 @@ def test_constant_values_get_no_gradient(kind: str) -> None:
     judge(gradients, *wanted, 2.0)
 
 
-@pytest.mark.slow
 def test_relative_values_of_minus_infinity_mask() -> None:
     """As a window that only the values know: rows of tiles without a visible key, and a row of none."""
     inputs = inputs_of(case("relative", 200, 140, batch=1))
@@ -156,8 +146,7 @@ def test_relative_values_of_minus_infinity_mask() -> None:
     assert all(np.all(np.isfinite(np.asarray(g, np.float32))) for g in gradients.values() if g is not None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "params"), crossed(["alibi", "relative"], [ADDED, WIDE_FIXED]))
+@pytest.mark.parametrize(("kind", "params"), list(itertools.product(["alibi", "relative"], [ADDED, WIDE_FIXED])))
 def test_races(kind: str, params: Any) -> None:
     head_dim = 192 if isinstance(params, WideBackwardParams) else 64
     one = case(kind, 70, 150, batch=1, head_dim=head_dim, value_dim=64, causal=True)
@@ -184,10 +173,7 @@ def attention(platform: str) -> Any:
 @pytest.mark.usefixtures("on_an_h100")
 @pytest.mark.parametrize(
     ("kind", "axes"),
-    sampled(
-        itertools.product(BIASES, [(None, None, None, 0), (0, None, 0, None)]),
-        test=[("relative", (None, None, None, 0))],
-    ),
+    list(itertools.product(BIASES, [(None, None, None, 0), (0, None, 0, None)])),
 )
 def test_vmap(kind: str, axes: Any) -> None:
     *qkv, cotangent = operands()
@@ -203,7 +189,7 @@ def test_vmap(kind: str, axes: Any) -> None:
 
 
 @pytest.mark.usefixtures("on_an_h100", "one_device_at_a_time")
-@pytest.mark.parametrize("kind", sampled(BIASES, test=["relative"]))
+@pytest.mark.parametrize("kind", BIASES)
 def test_heads_split_over_explicit_axes(kind: str) -> None:
     """Each device takes the slopes or values of its heads."""
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(AxisType.Explicit,))

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import tilewright
 from tests.kernels.flash_attention.conformance import POSITION_BIASES
 from tests.kernels.flash_attention.test_reference import bias_of_positions, loops
-from tests.support.suites import sampled
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.biases import AlibiBias, RelativeBias
 from tilewright.kernels.flash_attention.op import FlashAttention
@@ -66,7 +65,7 @@ def agree(got: Any, want: Any, tolerance: float = 2e-5) -> None:
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=tolerance * scale, rtol=0)
 
 
-@pytest.mark.parametrize("name", sampled(POSITION_BIASES, test=["alibi", "alibi, lengths", "relative, packed"]))
+@pytest.mark.parametrize("name", POSITION_BIASES)
 def test_the_oracle_agrees_with_loops(name: str) -> None:
     """Positions of packed sequences, of lengths and of both alignments, by NumPy in float64."""
     case = dataclasses.replace(POSITION_BIASES[name], dtype="float32", bias_dtype="float32")
@@ -108,11 +107,7 @@ def test_the_gradient_of_the_values_is_the_sum_over_all_pairs(name: str) -> None
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    sampled(
-        itertools.product(BIASES, ["", "causal", "bottom_right", "window", "cap", "sinks"]),
-        test=[("alibi", "window"), ("relative", "cap"), ("relative of all heads", "causal")],
-        quick=[("alibi", "sinks")],
-    ),
+    list(itertools.product(BIASES, ["", "causal", "bottom_right", "window", "cap", "sinks"])),
 )
 def test_agrees_with_an_array_of_all_pairs(name: str, options: str) -> None:
     given: dict[str, Any] = {
@@ -148,16 +143,7 @@ TRANSFORMS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "transform"),
-    sampled(
-        itertools.product(BIASES, TRANSFORMS),
-        test=[
-            ("alibi", "vmap of biases"),
-            ("relative", "scan and remat"),
-            ("relative", "vmap"),
-            ("alibi", "unbatched"),
-        ],
-        quick=[("relative", "jit")],
-    ),
+    list(itertools.product(BIASES, TRANSFORMS)),
 )
 def test_transforms(name: str, transform: str) -> None:
     got, want = (
@@ -176,11 +162,7 @@ SPLITS = {
 
 @pytest.mark.parametrize(
     ("name", "split"),
-    sampled(
-        itertools.product(BIASES, SPLITS),
-        test=[("alibi", "length and heads"), ("relative", "length and heads"), ("relative of all heads", "heads")],
-        quick=[("alibi", "batch and heads")],
-    ),
+    list(itertools.product(BIASES, SPLITS)),
 )
 def test_split_over_explicit_axes(name: str, split: str) -> None:
     """The forward pass moves nothing; the gradient of the values is summed over those that share them."""
@@ -214,7 +196,6 @@ def test_inside_shard_map(name: str) -> None:
     agree(jax.jit(mapped)(BIASES[name], *operands()), local(BIASES[name], *operands()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["alibi", "relative"])
 def test_exported_with_symbolic_lengths(name: str) -> None:
     batch, length = export.symbolic_shape("batch, length")
@@ -231,7 +212,7 @@ def test_exported_with_symbolic_lengths(name: str) -> None:
     agree(called, jax.tree.leaves(run(BIASES[name], *operands())))
 
 
-@pytest.mark.parametrize("name", sampled(BIASES, test=["alibi", "relative"]))
+@pytest.mark.parametrize("name", BIASES)
 def test_memory_is_linear_in_the_length(name: str) -> None:
     """Of both passes in tiles: twice the length takes twice the memory, not four times."""
 

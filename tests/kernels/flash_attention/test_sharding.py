@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support.suites import sampled
 from tilewright.modules import dot_product_attention, flash_attention
 
 COLLECTIVE = re.compile(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
@@ -46,17 +45,7 @@ def gradients(query: Any, key: Any, value: Any, cotangent: Any, options: Any) ->
 
 @pytest.mark.parametrize(
     ("name", "kind", "spec"),
-    sampled(
-        itertools.product(OPTIONS, [AxisType.Auto, AxisType.Explicit], [BY_BATCH, BY_HEADS, BY_BOTH]),
-        test=[
-            ("dropout", AxisType.Auto, BY_BOTH),
-            ("causal", AxisType.Explicit, BY_HEADS),
-            ("window and soft cap", AxisType.Auto, BY_BATCH),
-            ("lengths", AxisType.Explicit, BY_BATCH),
-            ("bias and sinks", AxisType.Auto, BY_BOTH),
-        ],
-        quick=[("segments", AxisType.Auto, BY_BATCH), ("dropout", AxisType.Explicit, BY_BOTH)],
-    ),
+    list(itertools.product(OPTIONS, [AxisType.Auto, AxisType.Explicit], [BY_BATCH, BY_HEADS, BY_BOTH])),
 )
 def test_split_by_batch_and_heads_without_communication(name: str, kind: AxisType, spec: P) -> None:
     options, whole = OPTIONS[name], operands()
@@ -103,17 +92,7 @@ SPLITS = {
 
 @pytest.mark.parametrize(
     ("name", "split"),
-    sampled(
-        [pair for pair in itertools.product(OPTIONS, SPLITS) if pair[0] != "dropout" or "length" not in pair[1]],
-        test=[
-            ("lengths", "length"),
-            ("bias and sinks", "length and heads beside whole keys"),
-            ("segments", "batch and length"),
-            ("dropout", "a head of keys for two devices"),
-            ("window and soft cap", "batch beside whole keys"),
-        ],
-        quick=[("causal", "length and heads"), ("causal", "one head of keys for eight devices")],
-    ),
+    [pair for pair in itertools.product(OPTIONS, SPLITS) if pair[0] != "dropout" or "length" not in pair[1]],
 )
 def test_queries_split_beside_whole_keys(name: str, split: str) -> None:
     """The forward pass moves nothing; the gradients of what devices share are summed."""
@@ -150,7 +129,6 @@ def test_a_head_of_keys_that_serves_parts_of_two_devices() -> None:
     )
 
 
-@pytest.mark.slow
 def test_an_explicit_mask_and_packed_rows_are_split_as_the_query_is() -> None:
     query, key, value, _ = (x[:1] for x in operands())
     bounds = jnp.array([0, 10, 50, LENGTH])
@@ -178,16 +156,7 @@ LENGTHS_SPLIT = {
 
 @pytest.mark.parametrize(
     ("name", "split"),
-    sampled(
-        itertools.product(["causal", "window and soft cap", "segments", "lengths", "ends aligned"], LENGTHS_SPLIT),
-        test=[
-            ("segments", "length and heads"),
-            ("lengths", "batch and length"),
-            ("window and soft cap", "length over both axes"),
-            ("ends aligned", "batch and length"),
-        ],
-        quick=[("causal", "length and heads")],
-    ),
+    list(itertools.product(["causal", "window and soft cap", "segments", "lengths", "ends aligned"], LENGTHS_SPLIT)),
 )
 def test_queries_and_keys_split_by_length(name: str, split: str) -> None:
     """Splits of query, key and value alike: the call communicates, and its results stay split."""

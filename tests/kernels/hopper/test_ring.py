@@ -24,7 +24,6 @@ def operands(b_dtype=jnp.bfloat16, transposed: bool = False, steps: int = 5) -> 
     return a.astype(jnp.bfloat16), (b.T if transposed else b).astype(b_dtype), product
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("detect_races", [False, True])
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_a_streaming_product_is_right(num_stages: int, detect_races: bool):
@@ -34,7 +33,6 @@ def test_a_streaming_product_is_right(num_stages: int, detect_races: bool):
     np.testing.assert_array_equal(np.asarray(out, np.int64), product)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_transposed_view_and_fewer_steps_than_stages(steps: int):
     a, b, product = operands(transposed=True, steps=steps)

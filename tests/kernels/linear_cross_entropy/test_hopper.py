@@ -23,7 +23,6 @@ from tests.kernels.linear_cross_entropy.conformance import (
 )
 from tests.kernels.linear_cross_entropy.oracle import Found
 from tests.support.mosaic_interpret import interpret_mosaic
-from tests.support.suites import sampled
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import even_blocks
 from tilewright.kernels.linear_cross_entropy.hopper import backend
@@ -99,12 +98,7 @@ NAMES = [name for name in CASES if name not in ("float16", "two_dtypes", "no_tok
 
 @pytest.mark.parametrize(
     "name",
-    sampled(
-        NAMES,
-        test=["float32", "all_options", "all_options_each", "soft_cap", "one_token", "all_ignored", "huge_logits",
-              "one_class", "epsilon", "lse_of_each"],
-        quick=["all_options"],
-    ),
+    NAMES,
 )  # fmt: skip
 def test_results_and_gradients(name: str):
     case = served(CASES[name])
@@ -122,14 +116,14 @@ def test_results_and_gradients(name: str):
         check(got, want, form) if name != "huge_logits" else huge(got, want)
 
 
-@pytest.mark.parametrize("form", sampled(list(FORMS), test=["kept", "recomputed"], quick=[]))
+@pytest.mark.parametrize("form", list(FORMS))
 def test_no_races(form: str):
     args, options = call_of(dataclasses.replace(served(CASES["all_options"]), tokens=70, logits_soft_cap=None))
     cotangents = cotangents_of(args[0], options)
     check(run(args, options, *cotangents, FORMS[form], races=True), expected(args, options, *cotangents), form)
 
 
-@pytest.mark.parametrize("form", sampled(["kept", "whole"], test=["kept", "whole"], quick=["kept"]))
+@pytest.mark.parametrize("form", ["kept", "whole"])
 def test_classes_that_a_bias_rules_out(form: str):
     """Whole tiles of classes have no logit but -inf, the first and the last among them."""
     args, options = call_of(dataclasses.replace(served(CASES["bias"]), tokens=20))
@@ -165,7 +159,7 @@ def test_ignored_tokens_reach_nothing():
         check(got, expected(args, options, 1.0, None), form)
 
 
-@pytest.mark.parametrize("vocab_first", sampled([False, True], test=[False, True], quick=[False]))
+@pytest.mark.parametrize("vocab_first", [False, True])
 def test_a_part_of_the_vocabulary(vocab_first: bool):
     """Statistics alone, for labels of other parts, too."""
     args, _ = call_of(served(dataclasses.replace(CASES["smoothing"], vocab_first=vocab_first, ignored=0.0)))
@@ -189,7 +183,7 @@ def test_a_part_of_the_vocabulary(vocab_first: bool):
 MAPPED = {"x": (0, None, None), "all": (0, 0, 0)}
 
 
-@pytest.mark.parametrize("mapped", sampled(list(MAPPED), test=["all"], quick=[]))
+@pytest.mark.parametrize("mapped", list(MAPPED))
 def test_vmap(mapped: str):
     axes = MAPPED[mapped]
     args, options = call_of(dataclasses.replace(served(CASES["sum"]), tokens=20))

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from tests.kernels.flash_attention.test_pallas_transforms import one_device_at_a_time
 from tests.support.mosaic_interpret import interpret_mosaic
-from tests.support.suites import sampled
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.ops.types import Device
 
@@ -27,7 +26,7 @@ def interpreted(on_an_h100: Device) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_device_at_a_time")
-@pytest.mark.parametrize("check_vma", sampled([True, False], test=[True], quick=[]))
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_each_device_has_some_classes(check_vma: bool):
     """Statistics and both gradients. Nothing is exchanged: the interpreter runs one device at a time."""
     random = np.random.default_rng(0)

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from tests.kernels.linear_cross_entropy.conformance import check
 from tests.kernels.linear_cross_entropy.oracle import cross_entropy, kl_divergence
-from tests.support.suites import sampled
 from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase, LinearKlDivergenceCase
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.modules import linear_cross_entropy, linear_kl_divergence, linear_log_probs
@@ -46,7 +45,7 @@ def gradients_of(function: Any, args: Any, options: dict[str, Any]) -> dict[str,
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("name", sampled(OPTIONS, test=OPTIONS, quick=["all"]))
+@pytest.mark.parametrize("name", OPTIONS)
 def test_a_split_vocabulary(name: str, check_vma: bool):
     args, options = case_of(name)
     mesh = mesh_of(AxisType.Auto, vocab=8)
@@ -191,16 +190,7 @@ TYPED = {
 
 @pytest.mark.parametrize(
     ("name", "split"),
-    sampled(
-        [(name, split) for name in OPTIONS for split in TYPED],
-        test=[
-            ("mean", "vocabulary and tokens"),
-            ("none", "vocabulary, tokens and d"),
-            ("vocab_first", "vocabulary over both axes"),
-            ("bfloat16", "vocabulary"),
-        ],
-        quick=[("all", "vocabulary and tokens")],
-    ),
+    [(name, split) for name in OPTIONS for split in TYPED],
 )
 def test_a_vocabulary_split_by_types(name: str, split: str):
     """As with ``axis_name``: statistics are gathered, the matrix is not."""
@@ -263,7 +253,6 @@ def test_the_kernel_splits_a_vocabulary_as_the_function_does():
     assert [text.count("stablehlo.all_gather") for text in texts] == [1, 1, 1]
 
 
-@pytest.mark.slow
 def test_memory_of_a_device_does_not_grow_with_vocabulary_and_devices():
     sizes = []
     for devices in (2, 4, 8):

@@ -24,7 +24,6 @@ from tests.kernels.linear_cross_entropy.conformance import (
     expected,
 )
 from tests.kernels.linear_cross_entropy.oracle import Found, cross_entropy
-from tests.support.suites import sampled
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import even_blocks
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossResults
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
@@ -117,7 +116,6 @@ def test_classes_that_a_bias_rules_out(form: str):
     assert not np.any(got["bias"][ruled_out])
 
 
-@pytest.mark.slow
 def test_labels_at_the_edges_of_tiles():
     """Every class once, of a vocabulary whose last tile is not full; and labels of no class."""
     args, options = arrays_of(tokens=301, reduction="none")
@@ -153,7 +151,7 @@ def test_statistics_of_a_part_of_the_vocabulary(smoothing: float):
         np.testing.assert_allclose(logit_sum[3:], logits[3:].sum(-1), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("form", sampled(FORMS, test=FORMS, quick=["kept", "whole"]))
+@pytest.mark.parametrize("form", FORMS)
 def test_ignored_tokens_reach_nothing(form: str):
     """Neither their NaN nor that of their weights."""
     args, options = arrays_of("token_weights", ignored=0.4)

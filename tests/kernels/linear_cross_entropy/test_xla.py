@@ -78,7 +78,6 @@ class TestXla(LossConformance):
     recompute=st.booleans(),
     seed=st.integers(0, 1000),
 )  # fmt: skip
-@pytest.mark.slow
 def test_any_sizes(
     tokens: int, d: int, vocab: int, block_tokens: Any, block_vocab: int, ignored: float, options: Any,
     recompute: bool, seed: int,
@@ -204,7 +203,6 @@ def test_float64(one_device: None):
 
 
 @pytest.mark.parametrize("vocab", [50257, 257_000])
-@pytest.mark.slow
 def test_large_vocabularies(vocab: int, one_device: None):
     case = LinearCrossEntropyCase("", tokens=9, d=4, vocab=vocab, dtype="bfloat16", ignored=0.2, scale=3.0)
     args, options = call_of(case)
@@ -212,7 +210,6 @@ def test_large_vocabularies(vocab: int, one_device: None):
     check(got, expected(args, options, 1.0, None))
 
 
-@pytest.mark.full
 def test_more_logits_than_32_bits_count(one_device: None):
     """257 000 classes and 8400 tokens: of most tokens all logits are equal, of the last one they are not."""
     vocab, tokens = 257_000, 8400

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from tests.kernels.matmul.grouped_oracle import Found, oracle
-from tests.support.suites import sampled
 from tilewright.kernels.matmul.cases import GroupedMatmulCase
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul
@@ -146,7 +145,7 @@ class GroupedConformance:
         want = oracle(inputs, d_out)
         check(got, {name: want[name] for name in got}, where)
 
-    @pytest.mark.parametrize("name", sampled(CASES, test=TEST, quick=QUICK))
+    @pytest.mark.parametrize("name", CASES)
     def test_results_and_gradients(self, name: str):
         inputs = inputs_of(self.adapted(CASES[name]))
         d_out = cotangent_of(inputs)
@@ -162,7 +161,7 @@ class GroupedConformance:
         }
         self.check(got, inputs, d_out)
 
-    @pytest.mark.parametrize("transposed", sampled([False, True], test=[False]))
+    @pytest.mark.parametrize("transposed", [False, True])
     def test_sizes_of_any_kind(self, transposed: bool):
         """One program for all of them: sizes are data."""
         inputs = inputs_of(dataclasses.replace(self.adapted(FUZZED), transpose_rhs=transposed))

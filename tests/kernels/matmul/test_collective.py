@@ -1,5 +1,6 @@
 """Matmuls with a gather before or a sum after, on up to 8 devices, against one device and float64."""
 
+import itertools
 import re
 from collections import Counter
 from typing import Any
@@ -13,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tilewright
-from tests.support.suites import crossed
 from tilewright.kernels.matmul.distributed.remote import if_in_order
 from tilewright.kernels.matmul.distributed.rings import strategy_of
 from tilewright.kernels.op.choice import Choice
@@ -80,7 +80,7 @@ FACTORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(tuple(FACTORS), crossed(*FACTORS.values()))
+@pytest.mark.parametrize(tuple(FACTORS), list(itertools.product(*FACTORS.values())))
 def test_results_and_gradients(
     op: str, strategy: Any, count: int, kind: AxisType, check_vma: bool, dtype: str, transposed: bool
 ):

@@ -18,7 +18,6 @@ from tests.kernels.matmul.grouped_conformance import CASES, GroupedConformance, 
 from tests.kernels.matmul.grouped_oracle import oracle
 from tests.kernels.matmul.test_gated import all_of, arrays_of, expected
 from tests.support.mosaic_interpret import interpret_mosaic
-from tests.support.suites import sampled
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.matmul.cases import GroupedMatmulCase
 from tilewright.kernels.matmul.hopper import products
@@ -96,8 +95,8 @@ TILES = {
 }
 
 
-@pytest.mark.parametrize("transposed", sampled([False, True], test=[False], quick=[]))
-@pytest.mark.parametrize("name", sampled(list(TILES), test=list(TILES), quick=[]))
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", list(TILES))
 def test_tiles(name: str, transposed: bool):
     """Sizes that no tile divides, arrays with and without whole atoms, groups without and with rows of many tiles."""
     sizes = (70, 0, 3, 290, 1, 20)
@@ -105,16 +104,14 @@ def test_tiles(name: str, transposed: bool):
     everything(dataclasses.replace(case, transpose_rhs=transposed), *TILES[name])
 
 
-@pytest.mark.parametrize("params", sampled([SMALL, PAIR, SIDE, TURNS], test=[SMALL, PAIR, SIDE, TURNS], quick=[TURNS]))
+@pytest.mark.parametrize("params", [SMALL, PAIR, SIDE, TURNS])
 def test_no_races(params: MatmulParams):
     case = GroupedMatmulCase("", rows=130, k=72, n=136, groups=3, dtype="bfloat16", sizes=(50, 70, 2))
     everything(case, params, HopperGroupedBackwardParams(params, params))
 
 
-@pytest.mark.parametrize(
-    "activation", sampled(["silu", "gelu", "gelu_tanh", "relu", "identity"], test=["silu", "gelu"], quick=["silu"])
-)
-@pytest.mark.parametrize("recompute", sampled([None, SMALL], test=[None], quick=[None]))
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "identity"])
+@pytest.mark.parametrize("recompute", [None, SMALL])
 @pytest.mark.usefixtures("on_an_h100")
 def test_gated(activation: Any, recompute: MatmulParams | None):
     params = MatmulParams(128, 128, 2)
@@ -161,8 +158,8 @@ SCALES = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(list(SCALES), test=["blocks", "numbers"], quick=["blocks"]))
-@pytest.mark.parametrize("dtype", sampled(["float8_e4m3fn", "float8_e5m2"], test=["float8_e4m3fn"]))
+@pytest.mark.parametrize("name", list(SCALES))
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_float8(name: str, dtype: str):
     """Blocks that no K step and no tile of columns fills, and rows of nobody."""
     case = GroupedMatmulCase(

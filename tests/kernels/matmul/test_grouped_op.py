@@ -80,7 +80,6 @@ def test_it_is_a_drop_in_for_ragged_dot():
         np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=0.13, atol=0.1)
 
 
-@pytest.mark.slow
 def test_a_group_offset_is_the_share_of_a_device():
     """The shares of all devices are the whole, in the result and in the gradients."""
     lhs, rhs, sizes, d_out = operands(rows=31, groups=6)
@@ -93,7 +92,6 @@ def test_a_group_offset_is_the_share_of_a_device():
     check(shares[1], expected(lhs, rhs[2:4], sizes, d_out, 2))
 
 
-@pytest.mark.slow
 def test_vmap_over_each_operand_and_all():
     lhs, rhs, _, d_out = operands(rows=FUZZED.rows, groups=FUZZED.groups)
     random = np.random.default_rng(4)
@@ -109,7 +107,6 @@ def test_vmap_over_each_operand_and_all():
             check({name: x[i] for name, x in got.items()}, expected(*one))
 
 
-@pytest.mark.slow
 def test_scan_and_remat_over_layers():
     lhs, rhs, sizes, d_out = operands(k=16, n=16)
     layers = jnp.stack([rhs, rhs[::-1], 0.5 * rhs])
@@ -175,7 +172,6 @@ def test_sizes_beyond_32_bits_are_long_groups():
     np.testing.assert_array_equal(grouped_matmul(lhs, rhs, shorts), grouped_matmul(lhs, rhs, shorts.astype(jnp.int32)))
 
 
-@pytest.mark.slow
 def test_float64():
     arrays = operands()
     with jax.enable_x64(True):
@@ -238,7 +234,6 @@ def test_tuning_draws_sizes_that_sum_to_the_rows():
     assert len(seen) == 4
 
 
-@pytest.mark.slow
 def test_tuning_measures_every_backend():
     lhs, rhs, sizes, _ = operands()
     result = tilewright.tune(lambda *xs: grouped_matmul(*xs, sizes).sum(), lhs, rhs, budget_s=30)

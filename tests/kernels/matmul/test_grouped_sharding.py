@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.kernels.matmul.test_grouped_op import all_of, expected, operands
-from tests.support.suites import sampled
 from tilewright.modules import grouped_matmul
 
 SPLITS: dict[str, tuple[P, P, P]] = {
@@ -48,11 +47,7 @@ def put(mesh: Any, arrays: Any, specs: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    sampled(
-        [(name, kind) for name in SPLITS for kind in (AxisType.Explicit, AxisType.Auto)],
-        test=[*((name, AxisType.Explicit) for name in SPLITS), ("rows and matrices", AxisType.Auto)],
-        quick=[(name, AxisType.Explicit) for name in ("rows and n", "k", "matrices")],
-    ),
+    [(name, kind) for name in SPLITS for kind in (AxisType.Explicit, AxisType.Auto)],
 )
 def test_split(name: str, kind: AxisType):
     arrays = arrays_of()

@@ -46,7 +46,6 @@ class TestTriton(GroupedConformance):
         return TritonGroupedForwardParams(TILE), TritonGroupedBackwardParams(TILE, TILE)
 
 
-@pytest.mark.slow
 def test_first_choices():
     """Tiles that are larger than the arrays in every direction, and several columns."""
     inputs = inputs_of(GroupedMatmulCase("", rows=150, k=70, n=300, groups=3, dtype="bfloat16"))
@@ -62,7 +61,6 @@ def test_first_choices():
     check(got, oracle(inputs, d_out))
 
 
-@pytest.mark.slow
 def test_vmap_is_one_launch_of_more_rows():
     inputs = inputs_of(FUZZED)
     random = np.random.default_rng(5)

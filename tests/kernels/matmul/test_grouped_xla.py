@@ -88,7 +88,6 @@ def test_float8(scaling: Any):
     check({"out": got}, {"out": want["out"]})
 
 
-@pytest.mark.slow
 def test_scales_of_rows_of_nobody_reach_nothing():
     case = GroupedMatmulCase("", rows=19, k=130, n=140, groups=2, lhs_scale="blocks", sizes=(4, 7))
     inputs = inputs_of(case)
@@ -125,7 +124,6 @@ def test_memory_is_bounded(direction: str):
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * operands
 
 
-@pytest.mark.slow
 def test_symbolic_rows_and_groups():
     rows, groups = jax.export.symbolic_shape("rows, groups")
     inputs = inputs_of(FUZZED)

@@ -14,7 +14,6 @@ import pytest
 from tests.kernels.conftest import A100, H100
 from tests.kernels.matmul.gates import gate_oracle, near, of_arguments
 from tests.support.mosaic_interpret import interpret_mosaic
-from tests.support.suites import sampled
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.store import stores_in_flight
 from tilewright.kernels.matmul.hopper import products
@@ -76,20 +75,20 @@ SIZES = {"whole": (256, 256, 128), "odd": (200, 136, 72), "small": (8, 520, 8)}
 FLAGS = {"NN": (False, False), "NT": (False, True), "TN": (True, False), "TT": (True, True)}
 
 
-@pytest.mark.parametrize("layout", sampled(list(FLAGS), test=list(FLAGS), quick=["NN", "TN"]))
-@pytest.mark.parametrize("name", sampled(list(SIZES), test=["odd"], quick=["odd"]))
+@pytest.mark.parametrize("layout", list(FLAGS))
+@pytest.mark.parametrize("name", list(SIZES))
 def test_layouts(layout: str, name: str):
     """Of whole atoms and not, and all four layouts, forward and backward."""
     check(*SIZES[name], FLAGS[layout], PARAMS["pair"])
 
 
-@pytest.mark.parametrize("name", sampled(list(PARAMS), test=["side", "wide"], quick=["small"]))
-@pytest.mark.parametrize("layout", sampled(list(FLAGS), test=["TN"], quick=["NN"]))
+@pytest.mark.parametrize("name", list(PARAMS))
+@pytest.mark.parametrize("layout", list(FLAGS))
 def test_tiles(name: str, layout: str):
     check(392, 328, 136, FLAGS[layout], PARAMS[name])
 
 
-@pytest.mark.parametrize("name", sampled(list(PARAMS), test=list(PARAMS), quick=["pair"]))
+@pytest.mark.parametrize("name", list(PARAMS))
 def test_no_races(name: str):
     check(264, 136, 200, (True, False), PARAMS[name], races=True)
 
@@ -104,7 +103,7 @@ def test_leading_dimensions_and_float32_results():
     np.testing.assert_allclose(out, exact(lhs) @ exact(rhs), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("recompute", sampled([False, True], test=[False], quick=[]))
+@pytest.mark.parametrize("recompute", [False, True])
 def test_glu(recompute: bool):
     x, gate, up = drawn(0, 2, 70, 72), 0.1 * drawn(1, 72, 200), 0.1 * drawn(2, 72, 200)
     d_out = drawn(3, 2, 70, 200)

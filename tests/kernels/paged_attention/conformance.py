@@ -4,6 +4,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -14,7 +15,6 @@ import numpy as np
 import pytest
 
 from tests.kernels.flash_attention.conformance import judge, pairwise
-from tests.support.suites import covered, crossed, sampled
 from tilewright.kernels import kernel
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.paged_attention.cases import ServingCase
@@ -67,18 +67,6 @@ def as_case(index: int, row: Mapping[str, Any]) -> tuple[str, ServingCase]:
 
 
 CASES = [as_case(index, row) for index, row in enumerate(pairwise(FACTORS))]
-
-
-def properties(op_and_case: tuple[str, ServingCase]) -> list[tuple[str, Any]]:
-    """What of a case a covering array has to have, each once."""
-    op, case = op_and_case
-    fields = [field.name for field in dataclasses.fields(case) if field.name != "name"]
-    return [("op", op), *((name, repr(getattr(case, name))) for name in fields)]
-
-
-def chosen(times: int = 1, quick: int = 1) -> list[Any]:
-    """Cases, of which ``make test`` runs a covering array."""
-    return covered([(each,) for each in CASES], lambda each: properties(*each), times=times, quick=quick)
 
 
 def describe(op_and_case: tuple[str, ServingCase]) -> str:
@@ -139,18 +127,17 @@ PAGED = {"sequences": 3, "kv_length": 70, "heads": 4, "kv_heads": 2, "head_dim":
 
 
 class PagedConformance(abc.ABC):
-    """Set ``backend``, ``machine`` to what it runs in, and ``cases`` to what `chosen` takes.
+    """Set ``backend``, and ``machine`` to what it runs in.
 
     ``params`` should make several tiles of a few dozen keys.
     """
 
     backend: ClassVar[Backend]
     machine: ClassVar[Callable[[], AbstractContextManager[Any]]] = contextlib.nullcontext
-    cases: ClassVar[Sequence[Any]] = [(each,) for each in CASES]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "op_and_case" in metafunc.fixturenames:
-            metafunc.parametrize(("op_and_case",), self.cases, ids=describe)
+            metafunc.parametrize("op_and_case", CASES, ids=describe)
 
     @abc.abstractmethod
     def params(self, inputs: PagedInputs) -> Any:
@@ -175,12 +162,12 @@ class PagedConformance(abc.ABC):
         op, case = op_and_case
         self.run_and_check(inputs_of(op, case), case.tolerance_factor)
 
-    @pytest.mark.parametrize("page_size", sampled([2, 8, 32, 128], test=[2, 32]))
+    @pytest.mark.parametrize("page_size", [2, 8, 32, 128])
     def test_page_sizes(self, page_size: int):
         case = RaggedPageCase("", **PAGED | {"page_size": page_size, "kv_length": 130}, q_lengths=(1, 20, 0))
         self.run_and_check(inputs_of("ragged_page_attention", case))
 
-    @pytest.mark.parametrize("lengths", sampled(LENGTHS, test=[LENGTHS[1], LENGTHS[3]]))
+    @pytest.mark.parametrize("lengths", LENGTHS)
     def test_lengths_of_zero_and_beyond_the_table(self, lengths: list[int]):
         positional, _ = DecodeCase("", **PAGED, paged=True).arguments()
         *cache, _ = positional
@@ -193,7 +180,6 @@ class PagedConformance(abc.ABC):
                 assert not np.any(np.asarray(out[row]))
                 assert np.all(np.isneginf(np.asarray(lse[row])))
 
-    @pytest.mark.slow
     def test_starts_with_a_page_table(self):
         """What lies before a start is not looked at; a start below 0 is 0, one beyond the length leaves no key."""
         positional, given = DecodeCase("", **PAGED, paged=True, sinks=1).arguments()
@@ -211,7 +197,7 @@ class PagedConformance(abc.ABC):
         assert np.isfinite(np.asarray(out)).all()
         assert not np.any(np.asarray(out[2]))
 
-    @pytest.mark.parametrize("seed", sampled(range(6), test=[1, 2]))
+    @pytest.mark.parametrize("seed", range(6))
     def test_hostile_tables(self, seed: int):
         """Any page numbers, lengths and boundaries; what is in no page that a query sees is NaN."""
         draw = np.random.default_rng(seed)
@@ -228,7 +214,7 @@ class PagedConformance(abc.ABC):
         out, _ = self.run_and_check(inputs)
         assert np.isfinite(np.asarray(out)).all()
 
-    @pytest.mark.parametrize("paged", sampled([False, True], test=[True]))
+    @pytest.mark.parametrize("paged", [False, True])
     def test_what_lies_beyond_the_lengths_is_not_looked_at(self, paged: bool):
         case = DecodeCase("", **PAGED | {"kv_length": 72}, paged=paged)
         inputs = inputs_of("decode_attention", case)
@@ -244,19 +230,18 @@ class PagedConformance(abc.ABC):
         for got, want in zip(self.run(dataclasses.replace(inputs, key=key, value=value)), clean, strict=True):
             np.testing.assert_array_equal(got, want)
 
-    @pytest.mark.parametrize("scale", sampled([10.0, -10.0], test=[-10.0]))
+    @pytest.mark.parametrize("scale", [10.0, -10.0])
     def test_large_logits(self, scale: float):
         case = RaggedPageCase("", **PAGED, q_lengths=(1, 9, 2), softmax_scale=scale, sinks=1)
         self.run_and_check(inputs_of("ragged_page_attention", case), 3.0)
 
-    @pytest.mark.parametrize("window", sampled(FAR_WINDOWS, test=FAR_WINDOWS[:1]))
+    @pytest.mark.parametrize("window", FAR_WINDOWS)
     def test_windows_beyond_every_length(self, window: Any):
         case = RaggedPageCase("", **PAGED, q_lengths=(1, 9, 2), causal=False, sliding_window=window)
         inputs = inputs_of("ragged_page_attention", case)
         inputs = dataclasses.replace(inputs, kv_lengths=jnp.asarray([2**31 - 1, 60, 2**30], jnp.int32))
         self.run_and_check(inputs)
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("shape", [(0, 40), (3, 0)])
     def test_nothing_at_all(self, shape: tuple[int, int]):
         sequences, kv_length = shape
@@ -266,13 +251,12 @@ class PagedConformance(abc.ABC):
         assert lse.shape == (sequences, 4)
         check((out, lse), inputs_of("decode_attention", case))
 
-    @pytest.mark.slow
     def test_a_run_repeats_bit_for_bit(self):
         inputs = inputs_of("ragged_page_attention", RaggedPageCase("", **PAGED, q_lengths=(1, 9, 2)))
         for first, second in zip(self.run(inputs), self.run(inputs), strict=True):
             np.testing.assert_array_equal(first, second)
 
-    @pytest.mark.parametrize(("q_lengths", "window"), crossed([(1,), (5, 12, 1)], [None, (9, 0)]))
+    @pytest.mark.parametrize(("q_lengths", "window"), list(itertools.product([(1,), (5, 12, 1)], [None, (9, 0)])))
     def test_against_jax_on_dense_caches(self, q_lengths: tuple[int, ...], window: Any):
         """Each sequence by ``jax.nn.dot_product_attention``, on a dense copy of its pages."""
         case = RaggedPageCase("", **PAGED, q_lengths=q_lengths, sliding_window=window)

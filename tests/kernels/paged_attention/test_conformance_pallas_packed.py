@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ from tests.kernels.conftest import H100
 from tests.kernels.hopper.schedule import check_schedules
 from tests.kernels.paged_attention.conformance import check, inputs_of, structs_of
 from tests.support.mosaic_interpret import interpret_mosaic
-from tests.support.suites import crossed, sampled
 from tilewright.kernels import kernel
 from tilewright.kernels.cuda import toolchain
 from tilewright.kernels.paged_attention.hopper.packed_backend import HopperChunkParams, PallasGpuPackedAttention
@@ -70,25 +70,14 @@ def run(inputs: PagedInputs, stages: int = 2, detect_races: bool = False) -> Any
 # Numbers of stages take turns.
 @pytest.mark.parametrize(
     ("name", "stages"),
-    sampled(
-        [(name, 2 + index % 3) for index, name in enumerate(CALLS)],
-        test=[
-            "pages of two tiles",
-            "groups of six",
-            "several tiles of queries",
-            "not causal, pages of 16",
-            "a window on both sides",
-        ],
-        quick=["pages of 16, wide"],
-        key=lambda call: call[0],
-    ),
+    [(name, 2 + index % 3) for index, name in enumerate(CALLS)],
 )
 def test_calls(name: str, stages: int):
     inputs = ragged_inputs(**CALLS[name])
     check(run(inputs, stages), inputs)
 
 
-@pytest.mark.parametrize("page_size", sampled([16, 256], test=[16]))
+@pytest.mark.parametrize("page_size", [16, 256])
 def test_lengths(page_size: int):
     """Around a tile's end, beyond the table, fewer than the new tokens, and none at all."""
     lengths = [0, 1, 127, 128, 129, 300, 1 << 30, 2**31 - 1, -5, -(2**31), 2]
@@ -124,7 +113,7 @@ def hostile_inputs(seed: int, page_size: int, window: Any = None) -> PagedInputs
     )
 
 
-@pytest.mark.parametrize(("seed", "page_size"), sampled([(0, 16), (1, 64), (2, 128), (1, 256)], test=[(2, 128)]))
+@pytest.mark.parametrize(("seed", "page_size"), [(0, 16), (1, 64), (2, 128), (1, 256)])
 def test_hostile_tables(seed: int, page_size: int):
     inputs = hostile_inputs(seed, page_size, (None, 130)[seed % 2])
     out, _ = got = run(inputs)
@@ -132,7 +121,7 @@ def test_hostile_tables(seed: int, page_size: int):
     assert np.isfinite(np.asarray(out, np.float32)).all()
 
 
-@pytest.mark.parametrize("page_size", sampled([16, 128], test=[128]))
+@pytest.mark.parametrize("page_size", [16, 128])
 def test_what_no_query_sees_is_not_looked_at(page_size: int):
     """Neither beyond the lengths nor before the window of the first query."""
     inputs = ragged_inputs(page_size=page_size, q_lengths=(2,), sliding_window=100)
@@ -148,13 +137,13 @@ def test_what_no_query_sees_is_not_looked_at(page_size: int):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(("page_size", "stages"), sampled([(16, 2), (128, 3)], test=[(16, 2)]))
+@pytest.mark.parametrize(("page_size", "stages"), [(16, 2), (128, 3)])
 def test_races(page_size: int, stages: int):
     inputs = hostile_inputs(1, page_size, 130)
     check(run(inputs, stages, detect_races=True), inputs)
 
 
-@pytest.mark.parametrize(("page_size", "stages"), crossed([32, 128], [2, 3]))
+@pytest.mark.parametrize(("page_size", "stages"), list(itertools.product([32, 128], [2, 3])))
 def test_barriers(page_size: int, stages: int):
     """More tiles than stages, tiles of one row and of many; the checker follows known lengths and tables."""
     inputs = ragged_inputs(page_size=page_size, kv_length=900, q_lengths=(1, 70), sequences=2)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.suites import sampled
 from tilewright.kernels import kernel
 from tilewright.kernels.paged_attention import reference
 from tilewright.ops import ConfigSelectorChain, Invocation
@@ -41,7 +40,7 @@ def call_of(name: str) -> tuple[Invocation[Any, Any], Any]:
     return inv, inputs
 
 
-@pytest.mark.parametrize("name", sampled(CALLS, test=list(CALLS), quick=["writing", "latents"]))
+@pytest.mark.parametrize("name", CALLS)
 def test_the_oracle_of_a_part_is_that_of_the_whole(name: str) -> None:
     inv, inputs = call_of(name)
     whole = inv.kernel.reference(inputs)
@@ -56,7 +55,7 @@ def test_the_oracle_of_a_part_is_that_of_the_whole(name: str) -> None:
             np.testing.assert_allclose(np.float32(mine), np.float32(theirs), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", sampled(CALLS, test=["decode", "writing", "latents"], quick=["decode"]))
+@pytest.mark.parametrize("name", CALLS)
 def test_errors_in_the_first_and_the_last_heads_are_found(name: str) -> None:
     inv, _ = call_of(name)
     work = Workload(inv.abstract(), ConfigSelectorChain())

@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support.suites import sampled
 from tilewright import modules
 
 DEVICES, HEADS, KV_HEADS, DIM, PAGES, PAGE_SIZE = 4, 8, 4, 16, 16, 8
@@ -121,7 +120,7 @@ QUICK = ["page_attention", "update_pages, scales"]
 
 
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", sampled(CALLS, test=CALLS, quick=QUICK))
+@pytest.mark.parametrize("name", CALLS)
 def test_heads_split_over_devices_give_the_numbers_of_one_device_without_collectives(name: str, split: str):
     call, check_vma = CALLS[name], SPLITS[split]
     axis_type = AxisType.Explicit if check_vma is None else AxisType.Auto

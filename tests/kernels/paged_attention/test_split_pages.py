@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tests.support.suites import sampled
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.paged_attention import context_parallel, split_pages
 from tilewright.kernels.paged_attention.split_pages import SplitPages
@@ -167,7 +166,7 @@ def _summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("check_vma", "sums"), [(True, False), (False, False), (True, True)])
-@pytest.mark.parametrize("name", sampled(CALLS, test=CALLS, quick=QUICK))
+@pytest.mark.parametrize("name", CALLS)
 def test_results_are_those_of_whole_sequences(name: str, check_vma: bool, sums: bool, request: pytest.FixtureRequest):
     if sums:
         request.getfixturevalue("summed")
@@ -226,7 +225,7 @@ LATENT_CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(LATENT_CALLS, test=LATENT_CALLS, quick=["two tokens, sinks, soft cap"]))
+@pytest.mark.parametrize("name", LATENT_CALLS)
 def test_latents(name: str):
     call, q_length = LATENT_CALLS[name]
     drawn = Drawn(call, latent=True)
@@ -244,7 +243,7 @@ def test_latents(name: str):
     check((out.reshape(-1, HEADS, VALUE_DIM), lse.reshape(-1, HEADS)), drawn.want, call.dtype)
 
 
-@pytest.mark.parametrize("quantised", sampled([False, True], test=[False, True], quick=[True]))
+@pytest.mark.parametrize("quantised", [False, True])
 def test_new_tokens_are_written_by_the_devices_that_have_their_pages(quantised: bool):
     """Two steps: a prompt that spans devices, and a token of each sequence; then all of it is attended to."""
     sequences, prompt = 3, np.array([13, 0, 6])
@@ -281,7 +280,6 @@ def test_new_tokens_are_written_by_the_devices_that_have_their_pages(quantised: 
     np.testing.assert_allclose(lse, want[1], atol=3e-2 if quantised else 3e-6)
 
 
-@pytest.mark.slow
 def test_heads_may_be_split_over_another_axis():
     drawn = Drawn(Call(sinks=2, options={"sliding_window": 9}))
     mesh = jax.make_mesh((DEVICES, 2), ("pages", "heads"), axis_types=(AxisType.Auto,) * 2)
@@ -381,7 +379,6 @@ def test_a_gradient_is_refused():
         jax.grad(loss)(drawn.query)
 
 
-@pytest.mark.slow
 def test_float64_keeps_its_precision():
     with jax.enable_x64(True):
         drawn = Drawn(Call(dtype="float64", sinks=1, options={"sliding_window": 9}))
@@ -392,7 +389,6 @@ def test_float64_keeps_its_precision():
         np.testing.assert_allclose(lse, drawn.want[1], atol=1e-7)
 
 
-@pytest.mark.slow
 def test_under_vmap_and_scan():
     """A scan over lengths, of a vmap over two queries: calls of the same cache."""
     drawn = Drawn(Call())

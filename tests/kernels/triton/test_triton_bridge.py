@@ -113,7 +113,6 @@ def test_on_several_devices():
     assert np.array_equal(got, 2 * x)
 
 
-@pytest.mark.slow
 def test_a_kernel_compiles_beside_an_interpreted_one():
     with interpret_triton(), recorded_launches() as launches:
         scale(jnp.ones((20,)))

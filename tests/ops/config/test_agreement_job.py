@@ -8,12 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 JOB = Path(__file__).parent / "agreement_job.py"
 ROOT = JOB.parent.parent.parent.parent
-
-pytestmark = pytest.mark.slow
 
 
 def free_port() -> int:

@@ -206,7 +206,6 @@ class TestAdding:
         assert len(Lock.load(tmp_path / "a.json")) == 1
         assert os.listdir(tmp_path) == ["a.json"]
 
-    @pytest.mark.slow
     def test_waits_for_a_process_that_writes_but_not_for_a_dead_one(self, tmp_path):
         code = (
             "import sys, time; from pathlib import Path; from tilewright.ops.utils.folders import locked\n"
@@ -685,7 +684,6 @@ for size in range(1, 11):
 
 
 class TestProcesses:
-    @pytest.mark.slow
     def test_that_add_to_one_file_lose_nothing(self, tmp_path):
         file = tmp_path / "lock.json"
         command = [sys.executable, "-c", ADDING, str(file)]
@@ -703,7 +701,6 @@ class TestProcesses:
         assert len(Lock.load(file)) == 40
         assert os.listdir(tmp_path) == ["lock.json"]
 
-    @pytest.mark.slow
     def test_make_the_same_choices_although_their_caches_differ(self, calls, tmp_path):
         lock = lock_of(*((inv, config(inv, 32)) for inv, config in calls))
         lock.save(tmp_path / "lock.json")
@@ -721,7 +718,6 @@ class TestProcesses:
         expected = {f"{inv.kernel.name} {inv.direction} lock {config(inv, 32)}" for inv, config in calls}
         assert set(outputs[0][0].splitlines()) == expected
 
-    @pytest.mark.full
     def test_would_differ_without_it(self, calls, tmp_path):
         cache = PersistentCache(tmp_path / "configs")
         for inv, config in calls:
@@ -730,7 +726,6 @@ class TestProcesses:
         expected = {f"{inv.kernel.name} {inv.direction} disk {config(inv, 8)}" for inv, config in calls}
         assert set(output.splitlines()) == expected, errors
 
-    @pytest.mark.slow
     def test_end_with_the_error(self, calls, tmp_path):
         lock = lock_of(*((inv, config(inv, 32)) for inv, config in calls))
         lock.save(tmp_path / "lock.json")

@@ -123,7 +123,6 @@ class TestDamagedFiles:
         path.write_bytes(whole)
         assert cache.get("good") == GOOD
 
-    @pytest.mark.slow
     def test_a_flipped_bit_in_every_byte(self, cache, caplog):
         caplog.set_level(logging.ERROR)
         path = file_of(cache)
@@ -141,7 +140,6 @@ class TestDamagedFiles:
         assert survivors < len(whole) / 20
         assert cache.get("other") == OTHER
 
-    @pytest.mark.slow
     def test_half_of_the_bits_of_the_config(self, cache, caplog):
         caplog.set_level(logging.ERROR)
         path = file_of(cache)
@@ -429,7 +427,6 @@ class TestRefusals:
 
 @posix
 class TestKilled:
-    @pytest.mark.slow
     def test_in_mid_write_again_and_again(self, cache):
         code = """
             for i in range(1, 10**9):
@@ -487,7 +484,6 @@ class TestKilled:
 
 
 class TestCrowds:
-    @pytest.mark.slow
     def test_sixteen_processes_on_one_key(self, cache):
         code = """
             number = int(sys.argv[2])

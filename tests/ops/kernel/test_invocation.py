@@ -272,7 +272,6 @@ class TestKeyBuilder:
 
 
 class TestNoArrayIsKeptAlive:
-    @pytest.mark.slow
     @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, lambda f: jax.grad(lambda a: f(a).sum())])
     def test_by_a_call_or_its_record(self, transform):
         pair, executor = Pair("tests.alive"), Executor(ConfigSelectorChain(autotune=True))

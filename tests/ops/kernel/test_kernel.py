@@ -174,7 +174,6 @@ class TestGradients:
             close(jax.grad(lambda a: kernel(a, b).sum())(a), jnp.ones((6, 4)) @ b.T)
 
 
-@pytest.mark.slow
 def test_no_form_allows_forward_mode():
     kernel, (a, b) = Product(), operands((3, 2), (2, 3))
     close(jax.jacfwd(kernel)(a, b), jax.jacfwd(jnp.matmul)(a, b))

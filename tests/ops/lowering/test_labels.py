@@ -199,7 +199,6 @@ class TestCallLabels:
                 parse_label(other)
         assert labels_to_configs(["mine", "other"]) == {}
 
-    @pytest.mark.slow
     def test_a_label_whose_kernel_is_gone_is_an_error(self):
         def text():
             class Local(Product):
@@ -254,7 +253,6 @@ assert all(candidate.check == "passed" for call in result for candidate in call.
 """
 
 
-@pytest.mark.slow
 def test_another_process_rebuilds_the_calls_from_the_text_alone():
     kernel, chosen = Pair(), []
     executor = Executor(ConfigSelectorChain(on_event=lambda selection: chosen.append(selection.key)))

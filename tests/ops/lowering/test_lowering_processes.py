@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import tilewright
 
 ROOT = Path(tilewright.__path__[0]).parent
@@ -74,7 +72,6 @@ def said(process: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(output.splitlines()[-1])
 
 
-@pytest.mark.slow
 def test_the_second_process_lowers_nothing(tmp_path):
     first = said(start(HOPPER, tmp_path))
     assert (first["traced"], first["lowered"]) == (2, 2)
@@ -86,7 +83,6 @@ def test_the_second_process_lowers_nothing(tmp_path):
     assert len(list((tmp_path / "lowered").iterdir())) == 4
 
 
-@pytest.mark.slow
 def test_what_is_traced_late_is_the_same(tmp_path):
     """With its results known, a kernel is traced only when the program around it is lowered."""
     first = said(start(HOPPER, tmp_path))
@@ -97,7 +93,6 @@ def test_what_is_traced_late_is_the_same(tmp_path):
     assert second["sha"] == first["sha"]
 
 
-@pytest.mark.full
 def test_another_setting_is_another_program(tmp_path):
     first = said(start(HOPPER, tmp_path))
     wide = said(start(HOPPER, tmp_path, JAX_ENABLE_X64="1"))
@@ -105,7 +100,6 @@ def test_another_setting_is_another_program(tmp_path):
     assert wide["lowered"] == 2
 
 
-@pytest.mark.slow
 def test_processes_at_once_do_not_disturb_each_other(tmp_path):
     processes = [start(HOPPER, tmp_path) for _ in range(3)]
     assert len({said(process)["sha"] for process in processes}) == 1
@@ -114,7 +108,6 @@ def test_processes_at_once_do_not_disturb_each_other(tmp_path):
     assert len(list((tmp_path / "lowered").iterdir())) == 4
 
 
-@pytest.mark.slow
 def test_with_jaxs_own_cache_the_second_process_compiles_nothing(tmp_path):
     compiled = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax"),

@@ -526,7 +526,6 @@ class TestInputs:
         assert len(Gather.drawn) == 3
         assert not np.array_equal(Gather.drawn[0], Gather.drawn[1])
 
-    @pytest.mark.slow
     def test_of_many_kinds(self):
         class Kinds(Kernel):
             def run(self, x, small, flags, key, half, number, *, cfg, extra):

@@ -34,7 +34,6 @@ from tilewright.ops.tuning.builds.background import BackgroundBuilds
 from tilewright.ops.tuning.events import BuildEnded, BuildsLeft, BuildStarted, CandidateDone
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(fake_nvcc.HOST_COMPILER is None or sys.platform != "linux", reason=fake_nvcc.NEEDED),
 ]
 

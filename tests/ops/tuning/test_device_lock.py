@@ -104,7 +104,6 @@ print(*(f"{how} {start} {end}" for how, start, end in said), sep="\\n")
 """
 
 
-@pytest.mark.slow
 def test_processes_leave_each_other_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROCESS, str(tmp_path / "device")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}

@@ -48,7 +48,6 @@ def have_ended(workers: list[isolation.Worker]) -> bool:
     return all(each._process.poll() is not None for each in workers)
 
 
-@pytest.mark.slow
 def test_everything_that_a_candidate_may_not_do(
     workers: list[isolation.Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -77,7 +76,6 @@ def test_everything_that_a_candidate_may_not_do(
     assert float((X + 1).sum()) == pytest.approx(float(X.sum()) + SIZE * SIZE)
 
 
-@pytest.mark.full
 def test_what_leaks_is_measured_to_the_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(isolation, "LEAK_LIMIT", 200 << 20)
     call = tuned(Hostile("leak", "raise"))  # the heuristic is never dropped, however slow
@@ -86,7 +84,6 @@ def test_what_leaks_is_measured_to_the_end(monkeypatch: pytest.MonkeyPatch):
     assert not call.winner.error
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["lose", "lose later"])
 def test_a_lost_device_is_the_fault_of_one_alone(way: str, caplog: pytest.LogCaptureFixture):
     tuner = dataclasses.replace(ISOLATED, iters=6, timer=Halting())
@@ -116,7 +113,6 @@ def test_memory_is_counted_in_bytes():
     del held
 
 
-@pytest.mark.slow
 def test_a_task_that_cannot_be_begun_is_said_and_the_process_ends(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(isolation, "reason_not_sendable", lambda task: "")
     monkeypatch.setattr(isolation.pickle, "dumps", lambda task: b"nonsense")
@@ -167,7 +163,6 @@ def test_who_does_not_answer_within_its_own_time_is_at_fault():
     assert not isinstance(caught.value, OutOfTimeError)
 
 
-@pytest.mark.slow
 def test_every_candidate_may_fail():
     with pytest.raises(ExceptionGroup) as caught:
         tuned(Hostile("exit", "raise"))
@@ -182,14 +177,12 @@ def test_a_broken_clock_measures_nothing(said_ms: float):
     assert all("the clock is broken" in str(error) for error in caught.value.exceptions)
 
 
-@pytest.mark.slow
 def test_a_timer_is_taken_along():
     call = tuned(Hostile("right", "also right"), dataclasses.replace(ISOLATED, timer=Halting(3.0)))
     assert [candidate.time_ms for candidate in call.candidates] == [3.0, 3.0]
     assert call.winner.config == Way("right")
 
 
-@pytest.mark.slow
 def test_arrays_and_the_results_are_those_of_this_process(tmp_path: Any):
     chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path))
     call = tuned(Hostile("right", "nan"), chooser=chain)

@@ -45,7 +45,6 @@ def started(events: list[Any]) -> list[str]:
     return [event.config.name for event in events if isinstance(event, CandidateStarted)]
 
 
-@pytest.mark.slow
 def test_a_killed_tuning_goes_on_where_it_was(tmp_path: Path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     with subprocess.Popen(

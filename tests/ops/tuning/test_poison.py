@@ -64,7 +64,6 @@ class Compiled(Hostile):
         return call(x, left_out=-1 if cfg.name == "right" else 1234)
 
 
-@pytest.mark.slow
 def test_only_the_complete_one_stands(twice: str):
     work = Workload(Invocation(Compiled(twice, "right", "incomplete"), (X,)), ConfigSelectorChain())
     for _ in range(3):

@@ -161,7 +161,6 @@ def test_a_profiler_that_shares_cupti_is_used_beside_everybody(process: Process,
     assert process.asked > 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "said"),
     [

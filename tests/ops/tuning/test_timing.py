@@ -224,7 +224,6 @@ class TestXlasProfiler:
         with pytest.raises(RuntimeError, match="2 kernels cannot be those of 3 like calls"):
             timing.XlaTimer(flushed_bytes=0).sample_ms(once, (), 3)
 
-    @pytest.mark.slow
     def test_a_real_trace_is_read_and_one_at_a_time(self):
         """On a CPU it has no plane of a GPU."""
         double = jax.jit(lambda x: 2 * x)
@@ -239,7 +238,6 @@ class TestXlasProfiler:
             timing.traced(lambda: 1 / 0)
         timing.traced(lambda: None)  # none of them left a trace running
 
-    @pytest.mark.slow
     def test_statistics_do_not_end_a_process_in_which_warnings_are_errors(self):
         code = (
             "import jax; from tilewright.ops.tuning.timing import gpu_kernels\n"

@@ -130,7 +130,6 @@ class TestSharding:
     def test_text_that_tells_too_little(self, text):
         assert sharding_from_fingerprint(text) is None
 
-    @pytest.mark.slow
     def test_eight_devices(self):
         lines = on_eight_devices(
             """

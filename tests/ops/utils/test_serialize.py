@@ -176,7 +176,6 @@ JSON_LIKE = st.recursive(
 )  # fmt: skip
 
 
-@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(JSON_LIKE)
 def test_any_nested_value_round_trips(value):
@@ -194,7 +193,6 @@ def test_stable_json_depends_on_the_value_alone():
     assert stable_json(Tile(3)) == '{"columns":8,"rows":3}'
 
 
-@pytest.mark.slow
 def test_stable_json_is_the_same_in_another_process(tmp_path):
     code = "from tilewright.ops.utils.serialize import stable_json; print(stable_json(frozenset('abcdefgh')))"
     other = subprocess.run(

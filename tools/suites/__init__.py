@@ -1,0 +1,1 @@
+"""What tests cost and reach, and which of them `make quick` and `make test` run."""
