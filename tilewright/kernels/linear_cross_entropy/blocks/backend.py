@@ -115,7 +115,7 @@ def _block_tokens(inputs: LossInputs, params: Blocks) -> int | None:
 def _flat(inputs: LossInputs) -> LossInputs:
     """The inputs with one axis of tokens."""
     weights = None if inputs.token_weights is None else inputs.token_weights.reshape(-1)
-    x = inputs.x.reshape(-1, inputs.x.shape[-1])
+    x = inputs.x.reshape(inputs.tokens, inputs.x.shape[-1])
     return inputs.replace(x=x, labels=inputs.labels.reshape(-1), token_weights=weights)
 
 

@@ -131,7 +131,7 @@ def _zeros(inputs: KlInputs, heads: tuple[Head, Head], *, complete: bool) -> tup
 
 
 def _flat(inputs: KlInputs) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    student, teacher = (x.reshape(-1, x.shape[-1]) for x in (inputs.student_x, inputs.teacher_x))
+    student, teacher = (x.reshape(inputs.tokens, x.shape[-1]) for x in (inputs.student_x, inputs.teacher_x))
     return (student, teacher), inputs.valid.reshape(-1)
 
 
