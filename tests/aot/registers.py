@@ -3,8 +3,8 @@
 .aot/venv/bin/python -m tests.aot.registers write FILE   # before the change, in the environment of `make aot`
 .aot/venv/bin/python -m tests.aot.registers compare FILE # after it; exits with 1 if a kernel is worse
 
-For the heuristic config of every Hopper case of attention, forward and backward, and of attention over a cache, it
-records for each kernel the registers per thread, the stack, the spills, the shared memory and a hash of the PTX.
+For the first config of every Hopper call of ``test_shipped_configs.py``, both directions, it records for each kernel
+the registers per thread, the stack, the spills, the shared memory and a hash of the PTX.
 Kernels with the same hash run the same instructions, whatever names and lines their sources have.
 """
 
@@ -15,13 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from tests.aot import test_pallas_serving as serving
-from tests.aot import test_shipped_configs as attention
 from tests.aot.compiler import KernelReport, compile_for_h100
-from tests.kernels.conftest import H100
-from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
+from tests.aot.test_shipped_configs import COMPILATIONS
+from tilewright.kernels.op.choice import Platform
 
 type Program = tuple[Callable[..., Any], tuple[Any, ...]]
 type Kernels = list[dict[str, Any]]
@@ -29,21 +25,9 @@ type Kernels = list[dict[str, Any]]
 
 def programs() -> Iterator[tuple[str, Program]]:
     """Name and program of each call that is compiled, with its first config."""
-    known = set()
-    for each in attention.compilations():
-        name = each.name.rsplit("-", 1)[0]
-        if name not in known:
-            known.add(name)
-            yield name, attention.program(each)
-    for name, call in serving.CALLS.items():
-        yield f"latents: {name}", _first(serving.BACKEND, jax.eval_shape(call))
-    for name, fields in (serving.PACKED | serving.FEW_HEADS).items():
-        yield f"packed: {name}", _first(PallasGpuPackedAttention(), serving.packed_inputs(fields))
-
-
-def _first(backend: Any, inputs: Any) -> Program:
-    params = backend.candidates(inputs, H100, "forward")[0]
-    return lambda inputs: backend.forward(inputs, params), (inputs,)
+    for name, (_, each) in COMPILATIONS.items():
+        if each.backend.platform is Platform.PALLAS and each.number == 0:
+            yield name.rpartition("-")[0], each.program()
 
 
 def record() -> dict[str, Kernels]:

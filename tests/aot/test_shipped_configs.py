@@ -1,28 +1,42 @@
-"""Every config that selection or tuning can take on a Hopper GPU compiles without spills or serialised wgmmas."""
+"""Every config that selection or tuning can take on a GPU compiles: its kernels neither spill nor serialise wgmmas."""
 
-import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-import tilewright
-from tests.aot.compiler import H100, compile_for_h100, missing_packages
-from tests.kernels.conftest import abstract_arguments
+pytest.importorskip("triton")
+
+from tests.aot.compilations import CARDS, Compilation, Reports, Shipped
+from tests.aot.compiler import missing_packages
+from tests.kernels.paged_attention.latent_conformance import SIZES
+from tests.kernels.paged_attention.test_conformance_triton import SHIPPED
 from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams
-from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.op import FlashAttention
+from tilewright.kernels.flash_attention.triton.backend import TritonFlashAttention
+from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase
+from tilewright.kernels.linear_cross_entropy.hopper.backend import HopperLinearCrossEntropy
+from tilewright.kernels.linear_cross_entropy.triton.backend import TritonLinearCrossEntropy
+from tilewright.kernels.linear_cross_entropy.triton.params import TritonLossParams
+from tilewright.kernels.matmul.cases import GatedGroupedMatmulCase, GluCase, GroupedMatmulCase, MatmulCase
+from tilewright.kernels.matmul.hopper.backend import (
+    HopperGatedGroupedMatmul,
+    HopperGlu,
+    HopperGroupedMatmul,
+    HopperMatmul,
+)
+from tilewright.kernels.matmul.triton.backend import TritonGatedGroupedMatmul, TritonGroupedMatmul
+from tilewright.kernels.op.cases import Case, variants
+from tilewright.kernels.op.choice import Platform
+from tilewright.kernels.paged_attention.hopper.latent_backend import PallasGpuPagedAttention
+from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
+from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase, MlaDecode
+from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
+from tilewright.kernels.paged_attention.triton.backend import TritonPagedAttention
 from tilewright.ops.types import Direction
-from tilewright.ops.utils.device import current_device
 
-if missing_packages():
-    pytest.skip(missing_packages(), allow_module_level=True)
-
-BACKEND = PallasGpuFlashAttention()
+# Attention on Hopper GPUs.
 
 
 def case(name: str, **options: Any) -> AttentionCase:
@@ -120,46 +134,6 @@ OTHER_CASES = [
 ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Compilation:
-    """One config of one call, as shapes."""
-
-    name: str
-    inputs: AttentionInputs
-    direction: Direction
-    params: Any
-
-
-def compilations() -> Iterator[Compilation]:
-    op = FlashAttention()
-    for each in (*HOPPER_CASES.values(), *SCORE_CASES, *OTHER_CASES):
-        arrays, kwargs = abstract_arguments(each)
-        inputs = op.prepare(*arrays, **kwargs)
-        with tilewright.target_device(H100):
-            device = current_device()
-            for direction in ("forward", "backward"):
-                if BACKEND.not_supported_reasons(inputs, device, direction):
-                    continue
-                heuristic = BACKEND.heuristic(inputs, device, direction)
-                for params in dict.fromkeys([heuristic, *BACKEND.candidates(inputs, device, direction)]):
-                    sizes = "x".join(str(value) for value in dataclasses.astuple(params) if value is not None)
-                    yield Compilation(f"{each.name}-{direction}-{sizes}", inputs, direction, params)
-
-
-def program(compilation: Compilation) -> tuple[Any, tuple[Any, ...]]:
-    """The function to compile, and its arguments' shapes."""
-    inputs, params = compilation.inputs, compilation.params
-    if compilation.direction == "forward":
-        return lambda inputs: BACKEND.forward(inputs, params), (inputs,)
-    batch, q_length, heads, _ = inputs.query.shape
-    out = jax.ShapeDtypeStruct((batch, q_length, heads, inputs.value.shape[-1]), inputs.query.dtype)
-    lse = jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32)
-    return (
-        lambda inputs, results, cotangents: BACKEND.backward(inputs, results, cotangents, params),
-        (inputs, (out, lse), (out, lse)),
-    )
-
-
 SPILLED_ADDRESSES = 48
 """Bytes that the fused backward kernel up to head_dim 128 may spill: addresses of shared memory that it computes once
 and reloads once or twice in a step, of some 600 instructions. Computing the next scores beside dK is worth it: 2 %."""
@@ -176,15 +150,346 @@ SPILLED_BY_CALL = {
 """Bytes that kernels spill, by call and direction, the most of jax 0.11.2 and 0.12."""
 
 
-@pytest.mark.parametrize("compilation", list(compilations()), ids=lambda compilation: compilation.name)
-def test_compiles_without_spills(compilation: Compilation) -> None:
-    function, arguments = program(compilation)
-    reports = compile_for_h100(function, *arguments)
-    assert reports, "ptxas was not run"
-    allowed = 0
-    if isinstance(compilation.params, HopperBackwardParams) and not compilation.params.deterministic:
-        allowed = SPILLED_ADDRESSES
-    call, direction, _ = compilation.name.split("-", 2)
-    allowed = max(allowed, SPILLED_BY_CALL.get(f"{call}-{direction}", 0))
-    faulty = [report for report in reports if report.serialised or report.spill_loads > allowed]
-    assert [fault for report in faulty for fault in report.faults] == []
+def attention_spills(compilation: Compilation) -> int:
+    params = compilation.params
+    fused = isinstance(params, HopperBackwardParams) and not params.deterministic
+    known = SPILLED_BY_CALL.get(f"{compilation.call}-{compilation.direction}", 0)
+    return max(SPILLED_ADDRESSES if fused else 0, known)
+
+
+def with_lse(call: str, direction: Direction, inputs: Any) -> Any:
+    """With a cotangent of lse, which takes registers, too."""
+    return inputs.replace(return_lse=True)
+
+
+# Attention in Triton.
+
+PLAIN: dict[str, dict[str, Any]] = {
+    f"{name}_d{dim}": {"head_dim": dim} | options
+    for dim in (64, 128, 256)
+    for name, options in {"full": dict[str, Any](), "causal": {"causal": True}}.items()
+}
+SPILLED_BY_TRITON = {"everything": 900, "d256": 200, "a100": 24, "rtx4090": 24, "h100": 0}
+"""Bytes that a kernel may spill: with every option at once, at the widest heads, and otherwise by card."""
+
+SPILLED_BY_TRITON_3_9 = {
+    "soft_cap_d64-h100-forward": 8,
+    "lengths_d64-h100-forward": 216,
+    "packed_d64-h100-forward": 204,
+    "dropout_d128-h100-backward": 20,
+    "dropout_d256-h100-backward": 204,
+    "soft_cap_d256-h100-backward": 212,
+}
+"""Bytes that first choices for these calls spill with Triton 3.9. On an H100 no call takes Triton for them unless it
+is asked to."""
+
+# Compiled with the first choice; every other candidate is compiled only for the most common calls.
+TRITON_OPTIONS: dict[str, dict[str, Any]] = {
+    "soft_cap": {"causal": True, "logits_soft_cap": 30.0},
+    "window": {"causal": True, "sliding_window": 255},
+    "bias": {"bias": "hqk"},
+    "mask": {"mask": "bhqk"},
+    "lengths": {"lengths": True, "causal": True},
+    "packed": {"batch": 1, "packed": True, "causal": True},
+    "dropout": {"dropout_prob": 0.1},
+    "grouped": {"causal": True, "kv_heads": 2, "sinks": 1},
+    "ragged": {"q_length": 1000, "kv_length": 777, "causal": True, "causal_alignment": "bottom_right"},
+}
+TRITON_OTHERS: dict[str, dict[str, Any]] = {
+    "d80": {"head_dim": 80, "causal": True},
+    "d192_v128": {"head_dim": 192, "value_dim": 128, "causal": True},
+    "float16": {"dtype": "float16", "causal": True},
+    "float32": {"dtype": "float32", "causal": True},
+    "float32_d256": {"dtype": "float32", "head_dim": 256},
+    "everything": SCORE_OPTIONS["everything"],
+}  # fmt: skip
+TRITON_CASES = PLAIN | {
+    f"{name}_d{dim}": {"head_dim": dim} | options for dim in (64, 128, 256) for name, options in TRITON_OPTIONS.items()
+} | TRITON_OTHERS  # fmt: skip
+
+
+def triton_attention_spills(compilation: Compilation) -> int:
+    name = f"{compilation.call}-{compilation.card}-{compilation.direction}"
+    allowed = next(size for part, size in SPILLED_BY_TRITON.items() if part in name)
+    return max(allowed, SPILLED_BY_TRITON_3_9.get(name, 0))
+
+
+def attention_kernels(compilation: Compilation, reports: Reports) -> bool:
+    if compilation.direction == "forward":
+        return len(reports) == 1
+    return len(reports) == (3 if compilation.params.deterministic else 2)
+
+
+# Matmuls.
+
+_MATRIX: dict[str, Any] = {"rows": 8192, "k": 1024, "n": 2048}
+TRITON_PRODUCTS: dict[str, dict[str, Any]] = {
+    "large": {"rows": 8192, "k": 4096, "n": 14336},
+    "decode": {"rows": 64, "k": 4096, "n": 14336},
+    "float32": {**_MATRIX, "dtype": "float32"},
+    "float32_decode": {**_MATRIX, "rows": 64, "dtype": "float32"},
+    "odd": {"rows": 1000, "k": 130, "n": 77, "dtype": "float16"},
+    "odd_decode": {"rows": 64, "k": 130, "n": 77},
+}
+GROUPED = GroupedMatmulCase("", dtype="bfloat16")
+GATED = GatedGroupedMatmulCase("", dtype="bfloat16")
+GATED_CASES = variants(
+    GATED, TRITON_PRODUCTS | {name: {**_MATRIX, "activation": name} for name in ("gelu", "gelu_tanh")}
+)
+_FLOAT8: dict[str, Any] = {
+    "rows": 8192, "k": 4096, "n": 2048, "transpose_rhs": True, "dtype": "float8_e4m3fn",
+    "preferred_element_type": "bfloat16",
+}  # fmt: skip
+
+
+def exactly(call: str, direction: Direction, inputs: Any) -> Any:
+    return inputs.replace(precision=jax.lax.Precision.HIGHEST) if call == "exact" else inputs
+
+
+def without_pre_activations(call: str, direction: Direction, inputs: Any) -> Any:
+    return inputs.replace(keeps=False)
+
+
+def product_kernels(compilation: Compilation, reports: Reports) -> bool:
+    return len(reports) == (1 if compilation.direction == "forward" else 2)
+
+
+# Losses.
+
+LOSS = LinearCrossEntropyCase("", tokens=8192, d=4096, vocab=131072, dtype="bfloat16")
+TRITON_LOSSES: dict[str, dict[str, Any]] = {
+    "large": {},
+    "tied_with_cap": {"d": 2304, "vocab": 256000, "vocab_first": True, "logits_soft_cap": 30.0},
+    "cap": {"logits_soft_cap": 30.0},
+    "smoothing": {"bias": True, "label_smoothing": 0.1, "vocab_first": True},
+    "all": {"bias": True, "label_smoothing": 0.1, "logits_soft_cap": 30.0, "gradient_epsilon": 1e-6},
+    "float32": {"d": 1024, "vocab": 32768, "dtype": "float32", "bias": True},
+    "float16": {"d": 1024, "vocab": 32768, "dtype": "float16", "vocab_first": True},
+    "odd": {"tokens": 1000, "d": 130, "vocab": 50257},
+    "odd_tied": {"d": 1056, "vocab": 50257, "vocab_first": True, "logits_soft_cap": 30.0},
+    "masked": {"vocab": 151936, "vocab_first": True},
+    "masked_smoothing": {"vocab": 151936, "bias": True, "label_smoothing": 0.1},
+    "few_tokens": {"tokens": 20},
+}
+HOPPER_LOSSES: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "kept, soft cap": {"d": 2304, "vocab": 256000, "vocab_first": True, "logits_soft_cap": 30.0},
+    "recomputed": {},
+    "all options": {
+        "tokens": 4096, "d": 768, "vocab": 50257, "bias": True, "vocab_first": True, "logits_soft_cap": 30.0,
+        "z_loss": 1e-4, "label_smoothing": 0.1, "gradient_epsilon": 1e-6,
+    },
+}  # fmt: skip
+LOSS_SPILLS = {"all options": 96}
+"""Bytes of the statistics with a bias, a soft cap and the sum of the logits of a vocabulary that no tile divides."""
+
+
+def keeping_gradients(call: str, direction: Direction, inputs: Any) -> Any:
+    """The kernels of gradients run in the backward pass where they are recomputed."""
+    return inputs.replace(keeps_gradients=direction == "forward" and call != "recomputed")
+
+
+def loss_tile(params: Any) -> Any:
+    """Other block sizes give no other kernels worth compiling."""
+    return params.statistics if isinstance(params, TritonLossParams) else params.gradient
+
+
+def loss_kernels(compilation: Compilation, reports: Reports) -> bool:
+    names = {each.name for each in reports}
+    if compilation.direction == "backward":
+        return names == {"tile_gradient"}
+    return names == ({"tile_statistics"} if compilation.params.keep else {"tile_statistics", "tile_gradient"})
+
+
+# Attention over a cache.
+
+LATENTS = MlaCase("", **SIZES | {"sequences": 64, "kv_length": 8192})
+PACKED = RaggedPageCase(
+    "", sequences=64, kv_length=8192, heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", q_lengths=(1, 1, 512)
+)
+FEW_HEADS: dict[str, dict[str, Any]] = {
+    "a head per key head, pages of 16": {"heads": 8},
+    "groups of two": {"heads": 16},
+    "groups of three": {"heads": 24},
+}
+"""At most four scalars are spilled, outside of the loop over keys."""
+
+
+def split_or_prefetched(params: Any) -> Any:
+    """How many splits there are, and how far ahead is prefetched, are constants; whether at all decides."""
+    return bool(params.prefetched), params.num_key_splits > 1
+
+
+def copies_overlap(compilation: Compilation, reports: Any) -> bool:
+    """Keys and values come by 16-byte copies that overlap with products."""
+    return bool(reports) and all("cp.async.cg" in each.texts["ptx"] for each in reports if each.name == "attend")
+
+
+def packed_spills(compilation: Compilation) -> int:
+    return 16 if compilation.call in FEW_HEADS else 0
+
+
+def named(*cases: Case) -> dict[str, Case]:
+    return {case.name: case for case in cases}
+
+
+EVERY_CARD = tuple(CARDS)
+EVERY = (
+    Shipped(
+        "flash_attention",
+        PallasGpuFlashAttention(),
+        named(*HOPPER_CASES.values(), *SCORE_CASES, *OTHER_CASES),
+        changed=with_lse,
+        spills=attention_spills,
+        counted="spill_loads",
+    ),
+    Shipped(
+        "flash_attention",
+        TritonFlashAttention(),
+        variants(case(""), TRITON_CASES),
+        EVERY_CARD,
+        tuned=tuple(PLAIN),
+        changed=with_lse,
+        spills=triton_attention_spills,
+        counted="spill_loads",
+        expected=attention_kernels,
+    ),
+    Shipped(
+        "grouped_matmul",
+        HopperGroupedMatmul(),
+        variants(
+            GROUPED,
+            {
+                "grouped": {"rows": 8192, "k": 4096, "n": 14336},
+                "transposed": {"rows": 8192, "k": 4096, "n": 2048, "transpose_rhs": True},
+                "decode": {"rows": 64, "k": 7168, "n": 2048},
+                "odd": {"rows": 1000, "k": 136, "n": 1096, "dtype": "float16"},
+                "float8 blocks": {**_FLOAT8, "lhs_scale": "blocks", "rhs_scale": "blocks"},
+                "float8 numbers": {**_FLOAT8, "lhs_scale": "number", "rhs_scale": "number"},
+            },
+        ),
+    ),
+    Shipped(
+        "grouped_matmul",
+        TritonGroupedMatmul(),
+        variants(
+            GROUPED,
+            TRITON_PRODUCTS
+            | {"exact": {**_MATRIX, "dtype": "float32"}, "transposed": {**_MATRIX, "transpose_rhs": True}},
+        ),
+        EVERY_CARD,
+        tuned=("large", "decode", "float32", "odd", "odd_decode"),
+        changed=exactly,
+        expected=product_kernels,
+    ),
+    Shipped(
+        "gated_grouped_matmul",
+        HopperGatedGroupedMatmul(),
+        # The exact GELU may take 16 bytes where a consumer has two accumulators of 128 rows.
+        variants(GATED, {"gated": {"rows": 8192, "k": 4096, "n": 14336, "activation": "gelu"}}),
+        spills=lambda _: 16,
+    ),
+    Shipped("gated_grouped_matmul", TritonGatedGroupedMatmul(), GATED_CASES, EVERY_CARD, tuned=tuple(TRITON_PRODUCTS)),
+    Shipped(
+        "gated_grouped_matmul",
+        TritonGatedGroupedMatmul(),
+        {f"{name}_not_kept": each for name, each in GATED_CASES.items()},
+        EVERY_CARD,
+        ("forward",),
+        tuned=tuple(f"{name}_not_kept" for name in TRITON_PRODUCTS),
+        changed=without_pre_activations,
+    ),
+    Shipped(
+        "matmul",
+        HopperMatmul(),
+        variants(
+            MatmulCase("", dtype="bfloat16"),
+            {
+                "NN": {"rows": 4096, "k": 4096, "n": 4096},
+                "TT": {"rows": 4000, "k": 4088, "n": 4096, "transpose_lhs": True, "transpose_rhs": True},
+            },
+        ),
+    ),
+    Shipped("glu", HopperGlu(), named(GluCase("glu", dtype="bfloat16", rows=8192, k=4096, n=14336))),
+    Shipped(
+        "linear_cross_entropy",
+        HopperLinearCrossEntropy(),
+        variants(LOSS, HOPPER_LOSSES),
+        changed=keeping_gradients,
+        spills=lambda compilation: LOSS_SPILLS.get(compilation.call, 0),
+    ),
+    Shipped(
+        "linear_cross_entropy",
+        TritonLinearCrossEntropy(),
+        variants(LOSS, TRITON_LOSSES),
+        EVERY_CARD,
+        tuned=("large", "float32", "odd"),
+        changed=keeping_gradients,
+        distinct=loss_tile,
+        expected=loss_kernels,
+    ),
+    Shipped(
+        "mla_decode",
+        PallasGpuPagedAttention(),
+        {
+            **MlaDecode.cases.by_device["gpu"],
+            **variants(
+                LATENTS,
+                {
+                    "two tokens": {"heads": 128, "q_lengths": (2,)},
+                    "many tokens": {"heads": 5, "q_lengths": (40,)},
+                    "not causal": {"heads": 64, "q_lengths": (3,), "causal": False},
+                    "large pages": {"heads": 32, "page_size": 256},
+                    "sinks": {"heads": 128, "sinks": 1, "dtype": "float16"},
+                    "negative scale": {"softmax_scale": -1.0},
+                },
+            ),
+        },
+        directions=("forward",),
+        distinct=split_or_prefetched,
+    ),
+    Shipped(
+        "ragged_page_attention",
+        PallasGpuPackedAttention(),
+        variants(
+            PACKED,
+            {
+                "pages of 16": {},
+                "pages of 64": {"page_size": 64},
+                "pages of two tiles": {"page_size": 256},
+                "head dim 64": {"head_dim": 64, "page_size": 64},
+                "head dim 64, pages of 16": {"head_dim": 64},
+                "float16, groups of five": {"heads": 40, "dtype": "float16", "page_size": 128},
+                "not causal": {"causal": False},
+                "not causal, large pages": {"causal": False, "page_size": 128},
+                "a head per key head": {"heads": 8, "page_size": 64},
+                "a window": {"sliding_window": 200},
+                "a window, large pages": {"sliding_window": 200, "page_size": 256},
+                "negative scale": {"softmax_scale": -1.0},
+                **FEW_HEADS,
+            },
+        ),
+        directions=("forward",),
+        spills=packed_spills,
+    ),
+    *(
+        Shipped(
+            op,
+            TritonPagedAttention(),
+            {name: each for name, (of, each) in SHIPPED.items() if of == op},
+            directions=("forward",),
+            tuned=(),
+            expected=copies_overlap,
+        )
+        for op in ("page_attention", "mla_decode", "ragged_page_attention")
+    ),
+)
+COMPILATIONS = {each.name: (shipped, each) for shipped in EVERY for each in shipped.compilations()}
+
+
+@pytest.mark.parametrize("name", COMPILATIONS)
+def test_compiles_without_spills(name: str) -> None:
+    shipped, compilation = COMPILATIONS[name]
+    if compilation.backend.platform is Platform.PALLAS and missing_packages():
+        pytest.skip(missing_packages())
+    assert shipped.faults(compilation) == [], compilation.params
