@@ -1,20 +1,49 @@
 """Every registered op, its backends, and small calls of it: what the generated suite is made from."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.lib import gpu_triton
 
 from tilewright.kernels import OPS, function, kernel
+from tilewright.kernels.cuda import toolchain
 from tilewright.kernels.op.choice import Choice, Platform
 from tilewright.kernels.op.portfolio import Portfolio
 from tilewright.ops import Invocation
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.utils.device import current_device
+
+
+class _TritonCall:
+    """A stand-in for the part of jaxlib that is only where CUDA's plugin is."""
+
+    def __init__(self, *args: Any):
+        self.args = args
+
+    def to_proto(self, *_: Any) -> bytes:
+        return b"proto"
+
+
+@contextlib.contextmanager
+def without_builds() -> Iterator[None]:
+    """Kernels in CUDA C++, which take minutes to build, have no compiler; Triton's are lowered without a plugin."""
+    stand_ins: dict[str, Any] = {"TritonKernelCall": _TritonCall}
+    for name in ("TritonKernel", "create_array_parameter", "create_scalar_parameter"):
+        stand_ins[name] = lambda *args: args
+    if hasattr(gpu_triton, "TritonKernelCall"):
+        stand_ins.clear()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(toolchain, "missing", return_value=["there is no nvcc"]))
+        for name, value in stand_ins.items():
+            stack.enter_context(mock.patch.object(gpu_triton, name, value, create=True))
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +74,7 @@ class OpCall:
     def on_arrays(self, **more: Any) -> tuple[Callable[..., Any], list[Any]]:
         """The call as a function of its arrays, and these."""
         leaves, tree = jax.tree.flatten((self.args, self.kwargs))
-        arrays = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+        arrays = [isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for leaf in leaves]
 
         def function(*given: Any) -> Any:
             rest = iter(given)
@@ -56,12 +85,13 @@ class OpCall:
 
         return function, [leaf for leaf, is_array in zip(leaves, arrays, strict=True) if is_array]
 
-    def training(self, **more: Any) -> tuple[Callable[..., Any], list[Any]]:
-        """The call with the gradients of its floating-point arrays, if it has any."""
+    def training(self, *, of_keywords: bool = True, **more: Any) -> tuple[Callable[..., Any], list[Any]]:
+        """The call with the gradients of its floating-point arrays, or of those that are positional, if it has any."""
         function, arrays = self.on_arrays(**more)
         if not self.differentiable:
             return function, arrays
-        floating = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+        of = arrays if of_keywords else arrays[: len(jax.tree.leaves(self.args))]
+        floating = [i for i, x in enumerate(of) if jnp.issubdtype(x.dtype, jnp.floating)]
 
         def loss(*given: Any) -> Any:
             out = function(*given)
