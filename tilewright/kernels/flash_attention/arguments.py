@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.kernels.numerics.dropout import drawn_probability
-from tilewright.kernels.op.arguments import apply, as_array, is_floating, is_integer, number, reshape
+from tilewright.kernels.op.arguments import apply, as_array, has_arithmetic, is_floating, is_integer, number, reshape
 
 type CausalAlignment = Literal["top_left", "bottom_right"]
 
@@ -27,9 +27,10 @@ def query_key_value(query: object, key: object, value: object) -> tuple[Any, Any
             f"got {shapes}"
         )
     dtype = query.dtype
-    if not is_floating(dtype) or key.dtype != dtype or value.dtype != dtype:
+    if not has_arithmetic(dtype) or key.dtype != dtype or value.dtype != dtype:
         raise TypeError(
-            f"query, key and value must have one floating-point dtype, got {query.dtype=}, {key.dtype=}, {value.dtype=}"
+            "query, key and value must have one floating-point dtype of 16 bits or more, "
+            f"got {query.dtype=}, {key.dtype=}, {value.dtype=}"
         )
     unbatched = rank == 3
     if unbatched:

@@ -9,7 +9,15 @@ from jax.typing import ArrayLike, DTypeLike
 
 from tilewright.kernels.norms.cases import LAYER_CASES, RMS_CASES
 from tilewright.kernels.norms.inputs import Kind, NormInputs, NormResults
-from tilewright.kernels.op.arguments import PlatformOption, as_array, is_floating, number, platforms, to_32_bit
+from tilewright.kernels.op.arguments import (
+    PlatformOption,
+    as_array,
+    has_arithmetic,
+    is_floating,
+    number,
+    platforms,
+    to_32_bit,
+)
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.ops.kernel.arrays import struct_like
@@ -35,8 +43,10 @@ class _Norm(PortfolioKernel[NormInputs, NormResults]):
     ) -> NormInputs:
         """Checks a call; reads only types, shapes and dtypes."""
         x = as_array("x", x)
-        if not x.shape or not is_floating(x.dtype):
-            raise ValueError(f"x must be a floating-point array of rank 1 at least, got {x.shape=}, {x.dtype=}")
+        if not x.shape or not has_arithmetic(x.dtype):
+            raise ValueError(
+                f"x must be a floating-point array of 16 bits or more and rank 1 at least, got {x.shape=}, {x.dtype=}"
+            )
         if residual is not None:
             residual = as_array("residual", residual)
             if (residual.shape, residual.dtype) != (x.shape, x.dtype):

@@ -57,6 +57,12 @@ def is_floating(dtype: DTypeLike) -> bool:
 
 
 @functools.cache
+def has_arithmetic(dtype: DTypeLike) -> bool:
+    """True for floating-point dtypes of 16 bits or more: JAX neither adds nor promotes those of 8 bits."""
+    return is_floating(dtype) and jnp.dtype(dtype).itemsize > 1
+
+
+@functools.cache
 def is_integer(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.integer)
 
