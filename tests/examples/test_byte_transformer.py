@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import stdlib_text
 
+from tests.support.tiny_transformer import MODEL
 from tilewright.modules import flash_attention
 
-MODEL = bt.ModelConfig(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, hidden=48, window=6, ngram_buckets=64)
+ONE_LAYER = dataclasses.replace(MODEL, layers=1)
 OPTIMIZER = bt.OptimizerConfig(steps=120, warmup=4, peak=2e-2)
 
 
@@ -49,7 +50,7 @@ def test_both_attentions_give_the_same_loss_and_gradients(parameters, tokens):
 
 def test_a_large_vocabulary_has_the_same_loss(tokens):
     """Without logits in memory, and with them."""
-    model = dataclasses.replace(MODEL, vocabulary=bt.LARGE_VOCABULARY)
+    model = dataclasses.replace(ONE_LAYER, vocabulary=bt.LARGE_VOCABULARY)
     parameters = bt.initial_parameters(model, jax.random.key(0))
 
     def plain(parameters, tokens):
@@ -79,10 +80,12 @@ def test_rotary_scores_depend_on_distance_alone():
 
 def test_adamw_without_decay_and_clipping_is_the_published_update():
     optimizer = bt.OptimizerConfig(steps=10, warmup=1, weight_decay=0.0, clip_norm=1e9)
-    state = bt.initial_state(MODEL, jax.random.key(2))
+    state = bt.initial_state(ONE_LAYER, jax.random.key(2))
     text = jnp.ones((1, 9), jnp.int32)
-    gradients = jax.jit(jax.grad(functools.partial(bt.loss, config=MODEL, attention=theirs)))(state.parameters, text)
-    step = jax.jit(functools.partial(bt.train_step, model=MODEL, optimizer=optimizer, attention=theirs))
+    gradients = jax.jit(jax.grad(functools.partial(bt.loss, config=ONE_LAYER, attention=theirs)))(
+        state.parameters, text
+    )
+    step = jax.jit(functools.partial(bt.train_step, model=ONE_LAYER, optimizer=optimizer, attention=theirs))
     after, _ = step(state, text)
     # The first unbiased step of Adam moves every parameter by the rate along the gradient's sign.
     for old, new, gradient in zip(*map(jax.tree.leaves, (state.parameters, after.parameters, gradients)), strict=True):

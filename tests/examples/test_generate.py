@@ -16,8 +16,8 @@ import train_demo
 from serving import Request, Server, ServerConfig
 
 from tests.support.command_line import one_device
+from tests.support.tiny_transformer import MODEL
 
-MODEL = bt.ModelConfig(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, hidden=48, window=6, ngram_buckets=64)
 CONFIG = ServerConfig(slots=3, page_size=4, num_pages=24, longest=40, chunk=16)
 
 

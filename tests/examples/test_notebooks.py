@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples" / "notebooks").glob("*.ipynb"))
+# What takes less time here than in a notebook that is read: how often a step is made.
+FEWER = {
+    "train_and_serve_nnx": {"range(100)": "range(40)", "generate(model, prompts, 40)": "generate(model, prompts, 8)"}
+}
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -31,7 +35,11 @@ def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
     module = types.ModuleType(f"notebook_{path.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    shown = [run(cell, module) for cell in code_cells(path)]
+    text = "\0".join(code_cells(path))
+    for said, instead in FEWER[path.stem].items():
+        assert text.count(said) == 1
+        text = text.replace(said, instead)
+    shown = [run(cell, module) for cell in text.split("\0")]
     rich = [value for value in shown if hasattr(value, "_repr_html_")]
     assert rich
     for value in rich:
