@@ -16,7 +16,7 @@ print(json.dumps(["jax.experimental.mosaic.gpu" in sys.modules, os.environ.get("
 """
 
 PLUGIN = """
-import types, jax._src.lib
+import sys, types, jax._src.lib
 library = types.ModuleType("jax._src.lib.mosaic_gpu")
 library._mosaic_gpu_ext = types.SimpleNamespace(__file__={file!r})
 sys.modules["jax._src.lib.mosaic_gpu"] = jax._src.lib.mosaic_gpu = library
@@ -36,40 +36,9 @@ def test_the_lowering_is_imported_only_where_the_library_is_elsewhere(tmp_path, 
     library = tmp_path / "libmosaic_gpu_runtime.so"
     if has_library:
         library.touch()
-    imported, said = after(PLUGIN.format(file=str(tmp_path / "ext.so")))
+    plugin = PLUGIN.format(file=str(tmp_path / "ext.so"))
+    imported, said = after(plugin)
     assert imported != has_library
     assert said == (str(library) if has_library else None)
-
-
-def test_importing_the_lowering_says_the_same(tmp_path):
-    (tmp_path / "libmosaic_gpu_runtime.so").touch()
-    plugin = PLUGIN.format(file=str(tmp_path / "ext.so"))
-    assert after(plugin + "\nimport jax.experimental.mosaic.gpu")[1] == after(plugin)[1]
-
-
-ATTENTION = """
-import sys, jax
-from tilewright.modules import flash_attention
-{plugin}
-query = jax.ShapeDtypeStruct((1, 512, 4, 64), "bfloat16")
-device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
-loss = lambda *arrays: flash_attention(*arrays, causal=True).astype("float32").sum()
-with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-    text = jax.jit(jax.grad(loss)).trace(query, query, query).lower(lowering_platforms=("cuda",)).as_text()
-assert text.count("mosaic_gpu_v2") >= 3
-print("jax.experimental.mosaic.gpu" in sys.modules)
-"""
-
-
-def test_nothing_of_the_lowering_is_imported_for_kernels_on_disk(tmp_path):
-    (tmp_path / "libmosaic_gpu_runtime.so").touch()
-    script = ATTENTION.format(plugin=PLUGIN.format(file=str(tmp_path / "ext.so")))
-    environment = os.environ | {"TILEWRIGHT_CACHE_DIR": str(tmp_path / "caches")}
-    imported = []
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        imported.append(done.stdout.splitlines()[-1])
-    assert imported == ["True", "False"]
+    if has_library:  # importing it says the same
+        assert after(plugin + "\nimport jax.experimental.mosaic.gpu")[1] == said
