@@ -1,5 +1,9 @@
-"""One process of a job of several: python agreement_job.py INDEX COUNT PORT SCENARIO; prints a line of JSON."""
+"""One process of a job of several: python agreement_job.py INDEX COUNT PORT SCENARIO...; a line of JSON for each.
 
+Each scenario has a kernel, a cache and an executor of its own.
+"""
+
+import contextlib
 import dataclasses
 import json
 import logging
@@ -10,6 +14,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +35,11 @@ from tilewright.ops import (
     policy_override,
     use_lock,
 )
-from tilewright.ops.config import job_store
+from tilewright.ops.config import job_store, lockfile
 from tilewright.ops.config.lockfile import Decision, Lock
 from tilewright.ops.utils.fingerprint import device_fingerprint, toolchain_fingerprint
 
-INDEX, COUNT, PORT, SCENARIO = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+INDEX, COUNT, PORT, SCENARIOS = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,12 +96,21 @@ def main():
     jax.distributed.initialize(
         f"localhost:{PORT}", COUNT, INDEX, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=5
     )
-    records = Records()
-    logging.getLogger("tilewright").addHandler(records)
+    for scenario in SCENARIOS:
+        records = Records()
+        logging.getLogger("tilewright").addHandler(records)
+        print("JSON " + json.dumps(run(scenario, records)), flush=True)
+        logging.getLogger("tilewright").removeHandler(records)
+    done = job_store.distributed.global_state.client
+    getattr(done, "_client", done).wait_at_barrier("tests-done", 30000)
+    os._exit(0)
+
+
+def run(scenario, records):
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
     cache = ConfigCache()
     executor = Executor(ConfigSelectorChain(cache, policy=AutotunePolicy(allow_autotune=False), tuner=Tuner(0, 1)))
-    out: dict[str, object] = {"index": INDEX}
+    out: dict[str, object] = {"scenario": scenario}
 
     def everywhere(kernel, size):
         """The config that the local part of a program of all processes ran with, and its sum over all of them."""
@@ -121,8 +135,8 @@ def main():
     def store(kernel, size, number):
         cache.put(key_of(kernel, (1, size)), Step(number))
 
-    kernel = Adds("adds")
-    if SCENARIO == "choices":
+    kernel = Adds(f"adds.{scenario}")
+    if scenario == "choices":
         for size in (2, 3, 4, 5):
             store(kernel, size, 10 * size + INDEX)
         counting = job_store.distributed.global_state.client = CountingClient(job_store.distributed.global_state.client)
@@ -145,15 +159,16 @@ def main():
         out["then agreed"] = everywhere(kernel, 5)[0]
         store(kernel, 6, 99 if INDEX == 0 else 1)
         out["cannot run"] = failing(kernel, 6) if INDEX else lower_only(executor, kernel, mesh, 6)
-    elif SCENARIO == "tuning":
-        with policy_override(autotune=True):
+    elif scenario == "tuning":
+        with timeouts(answer_s=1, tuning_s=30), policy_override(autotune=True):
             out["tuned"] = everywhere(kernel, 2)
         out["origin"] = cache.origin(key_of(kernel, (1, 2)))
-    elif SCENARIO == "lock":
+    elif scenario == "lock":
         if INDEX == 0:  # only process 0 has this lock
             file = Path(tempfile.mkdtemp()) / "lock.json"
             lock_of(kernel, {4: 6}).save(file)
             os.environ["TILEWRIGHT_LOCK"] = str(file)
+            lockfile._read_environment.cache_clear()
         kernel_lock = lock_of(kernel, {2: 7})
         with use_lock(kernel_lock, miss="error"):
             out["locked"] = everywhere(kernel, 2)
@@ -162,25 +177,33 @@ def main():
             out["overlaid"] = everywhere(kernel, 3)
         out["one has a lock"] = everywhere(kernel, 4)
         out["warnings"] = list(records.found)
-        os.environ["TILEWRIGHT_AGREE_TIMEOUT_S"] = "1"
-        with use_lock(lock_of(kernel, {5: 20 + INDEX})):
+        with timeouts(answer_s=1), use_lock(lock_of(kernel, {5: 20 + INDEX})):
             out["two locks"] = failing(kernel, 5) if INDEX else lower_only(executor, kernel, mesh, 5)
-    elif SCENARIO == "ops":
+        os.environ.pop("TILEWRIGHT_LOCK", None)
+        lockfile._read_environment.cache_clear()
+    elif scenario == "ops":
         out |= real_ops(mesh, records)
-    elif SCENARIO == "local":
+    elif scenario == "local":
         out |= local_programs(executor, kernel, store)
-    elif SCENARIO == "silent":
+    elif scenario == "silent":
         if INDEX == 1:
-            out["silent"] = failing(kernel, 2)
-    elif SCENARIO == "killed":
+            with timeouts(answer_s=1):
+                out["silent"] = failing(kernel, 2)
+    elif scenario == "killed":
         if INDEX == 0:
             threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
             time.sleep(60)
         out["killed"] = failing(kernel, 2)
-    print("JSON " + json.dumps(out), flush=True)
-    done = job_store.distributed.global_state.client
-    getattr(done, "_client", done).wait_at_barrier("tests-done", 30000)
-    os._exit(0)
+    return out
+
+
+@contextlib.contextmanager
+def timeouts(answer_s, tuning_s=None):
+    """Other seconds than the job's to wait for an answer, or for a tuning that was announced."""
+    given = {"TILEWRIGHT_AGREE_TIMEOUT_S": str(answer_s)}
+    given |= {} if tuning_s is None else {"TILEWRIGHT_AGREE_TUNING_S": str(tuning_s)}
+    with mock.patch.dict(os.environ, given):
+        yield
 
 
 def real_ops(mesh, records):
