@@ -1,6 +1,5 @@
 """What type checkers see of the public functions: a call with a wrong argument is an error before anything runs."""
 
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CALLS = """
+# mypy: disallow-untyped-calls, disallow-any-unimported, warn-return-any, no-implicit-reexport
 import jax
 
 from tilewright import modules
@@ -46,9 +46,9 @@ def test_mypy_finds_wrong_arguments_and_nothing_else(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     file = tmp_path / "calls.py"
     file.write_text(CALLS)
-    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--strict", str(file)]
-    environment = os.environ | {"MYPY_CACHE_DIR": os.environ.get("MYPY_CACHE_DIR", str(tmp_path / "cache"))}
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    # The repository's own options and cache: after `make lint` the modules need not be checked again.
+    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", str(file)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     errors = re.findall(r"calls\.py:(\d+): error", found.stdout)
     assert sorted({int(line) for line in errors}) == WANTED, found.stdout + found.stderr
     assert 'Unexpected keyword argument "casual" for "flash_attention"; did you mean "causal"?' in found.stdout
