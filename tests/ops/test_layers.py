@@ -8,9 +8,16 @@ import pytest
 
 from tools.counts import ROOT, cycles, imports_of, modules_of, room_cycles
 
-MODULES = {module.name: module for module in modules_of(ROOT / "tilewright")}
 
-PACKAGES = [name for name, module in MODULES.items() if module.path.name == "__init__.py"]
+@functools.cache
+def modules():
+    """All modules by name; to parse them takes seconds, which who only collects tests need not wait."""
+    return {module.name: module for module in modules_of(ROOT / "tilewright")}
+
+
+def room_cycles_of(graph):
+    return room_cycles(graph, [name for name, module in modules().items() if module.path.name == "__init__.py"])
+
 
 # Each imports from its own folder and from those before it.
 LAYERS = (
@@ -32,7 +39,7 @@ def is_in(name, package):
 
 @functools.cache
 def graph_of_all():
-    return {name: imports_of(module, MODULES) for name, module in MODULES.items()}
+    return {name: imports_of(module, modules()) for name, module in modules().items()}
 
 
 def layer_of(name):
@@ -53,14 +60,14 @@ def wrong_imports(graph):
 
 def planted(name, code):
     """The import graph, as if a module held some more code."""
-    module = MODULES[name]
+    module = modules()[name]
     changed = dataclasses.replace(module, tree=ast.parse(f"{module.text}\n{code}\n"))
-    return graph_of_all() | {name: imports_of(changed, MODULES)}
+    return graph_of_all() | {name: imports_of(changed, modules())}
 
 
 def test_there_is_no_cycle_of_modules_and_none_of_rooms():
     assert cycles(graph_of_all()) == []
-    assert room_cycles(graph_of_all(), PACKAGES) == []
+    assert room_cycles_of(graph_of_all()) == []
 
 
 def test_every_module_of_the_framework_imports_earlier_layers_alone():
@@ -102,9 +109,9 @@ def test_a_cycle_of_two_ops_is_found():
     graph = planted("tilewright.kernels.norms.xla", "import tilewright.kernels.linear_cross_entropy.inputs")
     graph |= {"tilewright.kernels.linear_cross_entropy.options": {"tilewright.kernels.norms.inputs"}}
     assert cycles(graph) == []
-    assert room_cycles(graph, PACKAGES) == [["tilewright.kernels.linear_cross_entropy", "tilewright.kernels.norms"]]
+    assert room_cycles_of(graph) == [["tilewright.kernels.linear_cross_entropy", "tilewright.kernels.norms"]]
 
 
 def test_a_backend_that_imports_its_op_is_found():
     graph = planted("tilewright.kernels.norms.triton.backend", "from tilewright.kernels.norms.op import Norm")
-    assert room_cycles(graph, PACKAGES) == [["tilewright.kernels.norms.op", "tilewright.kernels.norms.triton"]]
+    assert room_cycles_of(graph) == [["tilewright.kernels.norms.op", "tilewright.kernels.norms.triton"]]
