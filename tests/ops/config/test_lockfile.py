@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,10 +17,13 @@ import pytest
 
 from tests.ops.kernel.samples import Config, Pair, Product, operands, watching
 from tilewright import LockError, NoConfigError
+from tilewright.kernels.op.choice import Choice
+from tilewright.modules import flash_attention
 from tilewright.ops import (
     AutotunePolicy,
     Autotuner,
     AutotuningResult,
+    BwdParams,
     Candidate,
     ConfigCache,
     ConfigSelectorChain,
@@ -31,6 +35,7 @@ from tilewright.ops import (
     TunedCall,
     Tuner,
     autotune,
+    find_invocations,
     overlay_cache,
     policy_override,
     use_lock,
@@ -260,18 +265,15 @@ class TestHostileFiles:
         file.write_text(json.dumps(json.loads(file.read_text()) | {"schema": schema}))
         self.refused(file, "its schema is")
 
-    @pytest.mark.parametrize(
-        "content", [b"", b"\xff\xfe", b"null", b"[]", b"3", b"{}", b'{"schema": 1}', b"[" * 100_000, b"{" * 9]
-    )
-    def test_rubbish(self, file, content):
-        file.write_bytes(content)
-        self.refused(file)
-
-    @pytest.mark.parametrize("field", ["device", "toolchain", "decisions", "sha256"])
-    @pytest.mark.parametrize("value", [None, 3, "x", [], {}, [3], {"a": 1}, [[]], [{}]])
-    def test_wrong_types(self, file, field, value):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
-        self.refused(file)
+    def test_rubbish(self, file):
+        said = json.loads(file.read_text())
+        for content in (b"", b"\xff\xfe", b"null", b"[]", b"3", b"{}", b'{"schema": 1}', b"[" * 100_000, b"{" * 9):
+            file.write_bytes(content)
+            self.refused(file)
+        for field in ("device", "toolchain", "decisions", "sha256"):
+            for value in (None, 3, "x", [], {}, [3], {"a": 1}, [[]], [{}]):
+                file.write_text(json.dumps(said | {field: value}))
+                self.refused(file)
 
     @pytest.mark.parametrize("field", ["op", "direction", "shapes", "key", "source"])
     @pytest.mark.parametrize("value", [None, 3, "x", ["x"]])
@@ -475,36 +477,26 @@ class TestMissIsAnError:
             with pytest.raises(NoConfigError):
                 function(A[:3])
 
-    def test_another_source(self, caplog):
-        lock = changed(lock_of((INV, Config(2))), "source", "of old")
+    @pytest.mark.parametrize("what", ["source", "toolchain", "device"])
+    def test_of_elsewhere(self, what, caplog):
+        """It is said once, and a miss but for another toolchain, which is an error where a miss is one."""
+        lock = lock_of((INV, Config(2)))
+        if what == "source":
+            lock, message = changed(lock, "source", "of old"), "but of old was locked"
+        elif what == "toolchain":
+            lock = Lock(DEVICE, toolchain_fingerprint() | {"jax": "0.0.1", "mine": "2"}, lock.decisions)
+            message = "jax 0.0.1 there and .* here, mine 2 there and absent here"
+        else:
+            key = json.dumps(json.loads(INV.key) | {"device": "gpu:other:9.0"})
+            lock = Lock("gpu:other:9.0", {}, (Decision.of(key, Config(2), INV.kernel.source(Config(2))),))
+            message = "it is of gpu:other:9.0, which this process does not have"
         with use_lock(lock), caplog.at_level(logging.WARNING):
             for _ in range(3):
-                assert ConfigSelectorChain().choose(INV).step == "heuristic"
+                assert ConfigSelectorChain().choose(INV).step == ("lock" if what == "toolchain" else "heuristic")
         (record,) = caplog.records
-        assert "but of old was locked" in record.getMessage()
-        with use_lock(lock, miss="error"), pytest.raises(NoConfigError, match="but of old was locked"):
-            ConfigSelectorChain().choose(INV)
-
-    def test_another_toolchain(self, caplog):
-        lock = lock_of((INV, Config(2)), toolchain=toolchain_fingerprint() | {"jax": "0.0.1", "mine": "2"})
-        with use_lock(lock), caplog.at_level(logging.WARNING):
-            for _ in range(3):
-                assert ConfigSelectorChain().choose(INV).step == "lock"
-        (record,) = caplog.records
-        difference = "jax 0.0.1 there and .* here, mine 2 there and absent here"
-        assert record.getMessage().startswith("the lock given in the program")
-        with use_lock(lock, miss="error"), pytest.raises(NoConfigError, match=difference):
-            ConfigSelectorChain().choose(INV)
-
-    def test_another_device(self, caplog):
-        key = json.dumps(json.loads(INV.key) | {"device": "gpu:other:9.0"})
-        lock = Lock("gpu:other:9.0", {}, (Decision.of(key, Config(2), INV.kernel.source(Config(2))),))
-        with use_lock(lock), caplog.at_level(logging.WARNING):
-            for _ in range(3):
-                assert ConfigSelectorChain().choose(INV).step == "heuristic"
-        (record,) = caplog.records
-        assert "it is of gpu:other:9.0, which this process does not have" in record.getMessage()
-        with use_lock(lock, miss="error"), pytest.raises(NoConfigError, match="which this process does not have"):
+        assert re.search(message, record.getMessage())
+        assert "the lock given in the program" in record.getMessage()
+        with use_lock(lock, miss="error"), pytest.raises(NoConfigError, match=message):
             ConfigSelectorChain().choose(INV)
 
     def test_a_call_on_another_device_of_the_process_is_not_the_locks_business(self, monkeypatch):
@@ -594,7 +586,7 @@ class TestEnvironment:
             ConfigSelectorChain().choose(OTHER)
 
 
-# What each of several processes does: chooses for some calls and says what it was.
+# What each of several processes does: chooses for some calls, with its lock and without, and says what it was.
 PROGRAM = f"""
 import sys
 
@@ -602,143 +594,108 @@ sys.path.insert(0, {str(ROOT)!r})
 import jax
 import jax.numpy as jnp
 
-from tests.ops.kernel.samples import Product
-from tilewright.modules import flash_attention
-
+from tests.ops.config.test_lockfile import OPERANDS, PROCESSES, step
+from tilewright.ops import use_lock
 from tilewright.ops.lowering.labels import extract_labels_from_hlo_text, is_call_label, parse_label
 
-kernel = Product("tests.lockfile.processes")
-query = jnp.ones((1, 64, 2, 16))
+
+def say(what):
+    lowered = jax.jit(jax.value_and_grad(step)).lower(*OPERANDS)
+    lowered.compile()(*(jnp.ones(x.shape) for x in OPERANDS))
+    for label in extract_labels_from_hlo_text(lowered.as_text(debug_info=True)):
+        if is_call_label(label):
+            said = parse_label(label)
+            print(what, said.op, said.direction, said.step, said.config)
+
+
+say("with")
+with use_lock(None):
+    say("without")
+PROCESSES(jnp.ones((2, 4)), jnp.ones((4, 8)))
+"""
+
+PROCESSES = Product("tests.lockfile.processes")
+OPERANDS = tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in ((1, 64, 2, 16), (8, 4), (4, 8)))
 
 
 def step(query, a, b):
-    return flash_attention(query, query, query, causal=True).sum() + kernel(a, b).sum()
+    return flash_attention(query, query, query, causal=True).sum() + PROCESSES(a, b).sum()
 
 
-operands = query, jnp.ones((8, 4)), jnp.ones((4, 8))
-lowered = jax.jit(jax.value_and_grad(step)).lower(*operands)
-lowered.compile()(*operands)
-for label in extract_labels_from_hlo_text(lowered.as_text(debug_info=True)):
-    if is_call_label(label):
-        said = parse_label(label)
-        print(said.op, said.direction, said.step, said.config)
-if "more" in sys.argv:
-    kernel(jnp.ones((2, 4)), jnp.ones((4, 8)))
-"""
+def config_of(inv, size):
+    """A config that no heuristic says."""
+    if inv.kernel is PROCESSES:
+        return Config(size)
+    params = FwdParams if inv.direction == "forward" else BwdParams
+    return Choice("xla", params=params(q_blocksize=size, kv_blocksize=size))
 
 
-def start(lock, folder, *arguments, **environment):
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        env={**os.environ, "TILEWRIGHT_CACHE_DIR": str(folder), "TILEWRIGHT_LOCK": str(lock), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-@pytest.fixture(scope="module")
-def calls():
-    """The invocations of ``PROGRAM``, and for each the config of the lock: none is what a heuristic says."""
-    import jax.numpy as jnp
-
-    from tilewright.kernels.op.choice import Choice
-    from tilewright.modules import flash_attention
-    from tilewright.ops import BwdParams, find_invocations
-
-    kernel = Product("tests.lockfile.processes")
-
-    def step(query, a, b):
-        return flash_attention(query, query, query, causal=True).sum() + kernel(a, b).sum()
-
-    found = find_invocations(jax.value_and_grad(step), jnp.ones((1, 64, 2, 16)), jnp.ones((8, 4)), jnp.ones((4, 8)))
-
-    def config(inv, size):
-        if inv.kernel is kernel:
-            return Config(size)
-        params = FwdParams if inv.direction == "forward" else BwdParams
-        return Choice("xla", params=params(q_blocksize=size, kv_blocksize=size))
-
-    assert {(inv.kernel.name, inv.direction) for inv in found} == {
-        ("flash_attention", "forward"), ("flash_attention", "backward"), ("tests.lockfile.processes", "forward")
-    }  # fmt: skip
-    return [(inv, config) for inv in found]
-
-
-# What each of several processes does that add to one file: a decision of its own, one after the other.
+# What each of several processes does that add to one file: decisions of its own, one after the other.
 ADDING = f"""
-import sys
+import json, sys
 
 sys.path.insert(0, {str(ROOT)!r})
-from tests.ops.kernel.samples import Config, Product, operands
-from tilewright.ops import Invocation, Lock
+from tilewright.ops import FwdParams, Lock
 from tilewright.ops.config.lockfile import Decision
 
-file, number = sys.argv[1], int(sys.argv[2])
+file, device = sys.argv[1:]
 print("ready", flush=True)
-sys.stdin.readline()
-for size in range(1, 11):
-    inv = Invocation(Product("tests.lockfile.adding"), operands((10 * number + size, 5), (5, 4)))
-    Lock(inv.device_fingerprint, {{}}, (Decision.of(inv.key, Config(size), "source"),)).add_to(file)
+for key in json.loads(sys.stdin.readline()):
+    Lock(device, {{}}, (Decision.of(key, FwdParams(), "source"),)).add_to(file)
 """
 
 
 class TestProcesses:
     def test_that_add_to_one_file_lose_nothing(self, tmp_path):
         file = tmp_path / "lock.json"
-        command = [sys.executable, "-c", ADDING, str(file)]
         processes = [
-            subprocess.Popen([*command, str(n)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for n in range(4)
-        ]
-        assert [process.stdout.readline() for process in processes] == ["ready\n"] * 4
-        for process in processes:  # all at once
-            process.stdin.write("go\n")
+            subprocess.Popen(
+                [sys.executable, "-c", ADDING, str(file), DEVICE],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )
+            for _ in range(3)
+        ]  # fmt: skip
+        assert [process.stdout.readline() for process in processes] == ["ready\n"] * 3
+        for n, process in enumerate(processes):  # all at once
+            keys = [json.dumps(json.loads(INV.key) | {"op": f"tests.{n}.{i}"}) for i in range(12)]
+            process.stdin.write(json.dumps(keys) + "\n")
             process.stdin.flush()
         for process in processes:
             process.communicate(timeout=300)
-        assert [process.returncode for process in processes] == [0] * 4
-        assert len(Lock.load(file)) == 40
+        assert [process.returncode for process in processes] == [0] * 3
+        assert len(Lock.load(file)) == 36
         assert os.listdir(tmp_path) == ["lock.json"]
 
-    def test_make_the_same_choices_although_their_caches_differ(self, calls, tmp_path):
-        lock = lock_of(*((inv, config(inv, 32)) for inv, config in calls))
-        lock.save(tmp_path / "lock.json")
-        processes = []
-        for n in range(3):
-            folder = tmp_path / f"cache{n}"
-            cache = PersistentCache(folder / "configs")
-            for inv, config in calls[n:]:
-                tuned = config(inv, (8, 16, 64)[n])
-                assert cache.put(inv.key, tuned, source=inv.kernel.source(tuned))
-            processes.append(start(tmp_path / "lock.json", folder, TILEWRIGHT_LOCK_MISS=("allow", "error", "error")[n]))
-        outputs = [process.communicate(timeout=300) for process in processes]
-        assert [process.returncode for process in processes] == [0, 0, 0], outputs
-        assert len({output for output, _ in outputs}) == 1
-        expected = {f"{inv.kernel.name} {inv.direction} lock {config(inv, 32)}" for inv, config in calls}
-        assert set(outputs[0][0].splitlines()) == expected
-
-    def test_would_differ_without_it(self, calls, tmp_path):
-        cache = PersistentCache(tmp_path / "configs")
-        for inv, config in calls:
-            cache.put(inv.key, config(inv, 8), source=inv.kernel.source(config(inv, 8)))
-        output, errors = start("", tmp_path).communicate(timeout=300)
-        expected = {f"{inv.kernel.name} {inv.direction} disk {config(inv, 8)}" for inv, config in calls}
-        assert set(output.splitlines()) == expected, errors
-
-    def test_end_with_the_error(self, calls, tmp_path):
-        lock = lock_of(*((inv, config(inv, 32)) for inv, config in calls))
-        lock.save(tmp_path / "lock.json")
-        (tmp_path / "altered.json").write_text(
-            (tmp_path / "lock.json").read_text().replace('"block": 32', '"block": 8')
-        )
-        strict = start(tmp_path / "lock.json", tmp_path / "a", "more", TILEWRIGHT_LOCK_MISS="error")
-        missing = start(tmp_path / "none.json", tmp_path / "b")
-        altered = start(tmp_path / "altered.json", tmp_path / "c")
-        said = [process.communicate(timeout=300) for process in (strict, missing, altered)]
-        assert [process.returncode for process in (strict, missing, altered)] == [1, 1, 1]
-        assert "NoConfigError: the lock" in said[0][1]
-        assert "does not decide tests.lockfile.processes (forward) for f32[2,4] f32[4,8]" in said[0][1]
-        assert "LockError: there is no lock file" in said[1][1]
-        assert "was altered" in said[2][1]
-        assert (said[1][0], said[2][0]) == ("", "")
+    def test_make_the_same_choices_although_their_caches_differ(self, tmp_path):
+        """They would not without it, and with a strict lock a process ends with the error."""
+        calls = find_invocations(jax.value_and_grad(step), *OPERANDS)
+        assert {(inv.kernel.name, inv.direction) for inv in calls} == {
+            ("flash_attention", "forward"), ("flash_attention", "backward"), (PROCESSES.name, "forward")
+        }  # fmt: skip
+        lock_of(*((inv, config_of(inv, 32)) for inv in calls)).save(tmp_path / "lock.json")
+        processes, sizes = [], (8, 16)
+        for size, miss in zip(sizes, ("allow", "error"), strict=True):
+            cache = PersistentCache(tmp_path / str(size) / "configs")
+            for inv in calls:
+                assert cache.put(inv.key, config_of(inv, size), source=inv.kernel.source(config_of(inv, size)))
+            environment = {
+                "TILEWRIGHT_CACHE_DIR": str(tmp_path / str(size)),
+                "TILEWRIGHT_LOCK": str(tmp_path / "lock.json"),
+                "TILEWRIGHT_LOCK_MISS": miss,
+            }
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", PROGRAM],
+                    env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                )
+            )  # fmt: skip
+        said = [process.communicate(timeout=300) for process in processes]
+        assert [process.returncode for process in processes] == [0, 1], said
+        for size, (output, _) in zip(sizes, said, strict=True):
+            assert set(output.splitlines()) == {
+                f"{what} {inv.kernel.name} {inv.direction} {step} {config_of(inv, chosen)}"
+                for what, step, chosen in (("with", "lock", 32), ("without", "disk", size))
+                for inv in calls
+            }
+        assert "NoConfigError: the lock" in said[1][1]
+        assert "does not decide tests.lockfile.processes (forward) for f32[2,4] f32[4,8]" in said[1][1]
