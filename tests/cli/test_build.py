@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.support import fake_nvcc
+from tests.support.command_line import interrupted, program
 from tilewright.cli import main
 from tilewright.cli.app import app
 from tilewright.cli.info.inventory import machine_facts
@@ -30,11 +30,7 @@ OTHER = 3
 @pytest.fixture
 def nvcc(tmp_path, monkeypatch):
     """The stand-in, a cache of the test's own, and a module ``mine`` with a table in the working directory."""
-    if fake_nvcc.HOST_COMPILER is None:
-        pytest.skip(fake_nvcc.NEEDED)
-    made = fake_nvcc.install(tmp_path / "cuda")
-    for name, value in (made.environment | {"TILEWRIGHT_CACHE_DIR": str(tmp_path / "cache")}).items():
-        monkeypatch.setenv(name, value)
+    made = fake_nvcc.given(tmp_path, monkeypatch)
     (tmp_path / "mine.py").write_text(TABLE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
@@ -156,27 +152,10 @@ def test_a_cache_of_somebody_else_is_refused(nvcc, tmp_path, capsys):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_build_keeps_what_was_finished(number, nvcc, tmp_path):
-    # A shell without job control has what runs in its background ignore the signal, and children inherit that.
-    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    program = f"{heed}; from tilewright.cli import main; main()"
-    arguments = ["build", "--arch", "90", "--table", "mine:TABLE", "--jobs", "1"]
     nvcc.behave("slow", "hang")
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *arguments], env={**os.environ, "PYTHONPATH": root},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        for _ in range(1200):
-            if len(nvcc.compilations()) == 2 or process.poll() is not None:
-                break
-            time.sleep(0.05)
-        process.send_signal(number)
-        output, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors
+    command, environment = program("build", "--arch", "90", "--table", "mine:TABLE", "--jobs", "1")
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    output, errors = interrupted(process, lambda: len(nvcc.compilations()) == 2, number)
     assert "interrupted" in errors
     assert "1 of 2 built now" in output
     (kept,) = (tmp_path / "cache" / "cuda").iterdir()

@@ -48,11 +48,7 @@ BACKWARD = "flash_attention_ampere_backward-f32_k64_plain-sm_90a"
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
     """The stand-in for nvcc, caches of the test's own, and a module ``mine`` with programs."""
-    if fake_nvcc.HOST_COMPILER is None:
-        pytest.skip(fake_nvcc.NEEDED)
-    made = fake_nvcc.install(tmp_path / "cuda")
-    for name, value in (made.environment | {"TILEWRIGHT_CACHE_DIR": str(tmp_path / "cache")}).items():
-        monkeypatch.setenv(name, value)
+    made = fake_nvcc.given(tmp_path, monkeypatch)
     monkeypatch.setattr(toolchain, "missing", lambda *_: [])  # whatever headers are installed
     (tmp_path / "mine.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)

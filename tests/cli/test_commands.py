@@ -1,17 +1,13 @@
 """Every command, in this process and as a program of its own."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
-from tests.support.command_line import invoke
+from tests.support.command_line import interrupted, invoke, program
 from tilewright import __version__
 from tilewright.cli import main
 from tilewright.ops import AutotuningResult, FwdParams, PersistentCache
@@ -55,23 +51,12 @@ class Wait(Kernel):
 
 
 quick = Wait("quick", (2, 1))
-slow = Wait("slow", (300, 301, 302, 303, 304, 305, 306, 307, 308, 309, 310))
+slow = Wait("slow", tuple(range(300, 311)))
 
 
 def both(x):
     return slow(quick(x))
-
-
-def plain():
-    return jnp.sin, (jnp.ones(3),)
 """
-
-
-def run_program(*arguments, cwd=None, **environment):
-    command = [sys.executable, "-c", "from tilewright.cli import main; main()", *arguments]
-    return subprocess.run(
-        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
-    )
 
 
 def test_version_and_help():
@@ -261,52 +246,36 @@ def test_bad_arguments_are_one_line_on_stderr_and_code_2(arguments, message, cap
 
 
 def test_the_program_ends_with_code_2_and_no_traceback():
-    done = run_program("tune", "flash_attention", "--shape", "1,64,3,16", "--kv-heads", "2")
+    command, environment = program("tune", "flash_attention", "--shape", "1,64,3,16", "--kv-heads", "2")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.strip().splitlines()
     assert "query.shape=(1, 64, 3, 16)" in line
 
 
-def test_a_function_without_kernels_is_said_to_have_none(tmp_path):
-    (tmp_path / "waiting.py").write_text(SLOW_KERNELS)
-    done = run_program("tune", "waiting:plain", cwd=tmp_path)
-    assert done.returncode == 0
-    assert "calls no kernel" in done.stderr
+def test_a_function_without_kernels_is_said_to_have_none(tmp_path, monkeypatch):
+    (tmp_path / "no_kernels.py").write_text(
+        "import jax.numpy as jnp\n\ndef plain():\n    return jnp.sin, (jnp.ones(3),)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert "calls no kernel" in invoke("tune", "no_kernels:plain")
 
 
 def test_interrupting_a_tuning_keeps_what_was_measured(tmp_path):
     (tmp_path / "waiting.py").write_text(SLOW_KERNELS)
     folder = tmp_path / "cache"
     file = tmp_path / "result.json"
-    # A shell without job control has what runs in its background ignore the signal, and children inherit that.
-    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    command = [sys.executable, "-c", f"{heed}; from tilewright.cli import main; main()", "tune", "waiting:both"]
+    command, environment = program(
+        "tune", "waiting:both", "--shapes", "float32[3]", "--json", str(file), TILEWRIGHT_CACHE_DIR=str(folder)
+    )
     process = subprocess.Popen(
-        [*command, "--shapes", "float32[3]", "--json", str(file)],
-        cwd=tmp_path, env={**os.environ, "TILEWRIGHT_CACHE_DIR": str(folder)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        wait_for_entry(folder / "configs", process)
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    # The first call has its winner on disk.
+    output, errors = interrupted(process, lambda: any((folder / "configs").glob("*.json")))
     assert "interrupted" in errors
     assert "quick forward" in output
     assert json.loads(file.read_text())["entries"][0]["op"] == "quick"
     assert "quick" in {json.loads(key)["op"] for key in PersistentCache(folder / "configs")}
-
-
-def wait_for_entry(folder: Path, process: subprocess.Popen) -> None:
-    """Returns when the first call has its winner on disk."""
-    for _ in range(600):
-        if folder.is_dir() and any(folder.glob("*.json")):
-            return
-        if process.poll() is not None:
-            raise RuntimeError(f"ended too early: {process.communicate()}")
-        time.sleep(0.1)
-    raise TimeoutError(f"no entry in {folder}")

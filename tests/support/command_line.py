@@ -1,16 +1,51 @@
-"""Commands in this process."""
+"""Commands in this process, and as programs of their own."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 from typer.testing import CliRunner
 
 from tilewright.cli.app import app
+
+ROOT = Path(__file__).parents[2]
 
 
 def invoke(*arguments, code=0, **options):
     result = CliRunner().invoke(app, arguments, **options)
     assert result.exit_code == code, result.output
     return result.output
+
+
+def program(*arguments: str, **environment: str) -> tuple[list[str], dict[str, str]]:
+    """The command that is a program with these arguments and heeds an interrupt, and its environment."""
+    # A shell without job control has what runs in its background ignore the signal, and children inherit that.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{heed}; from tilewright.cli import main; main()", *arguments]
+    return command, {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+
+
+def interrupted(
+    process: subprocess.Popen[str], ready: Callable[[], bool], number: int = signal.SIGINT
+) -> tuple[str, str]:
+    """What a program prints that is sent a signal once it is ready: it must end with 130 and say why."""
+    try:
+        end = time.monotonic() + 200
+        while not ready():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    return output, errors
 
 
 def one_device() -> str:

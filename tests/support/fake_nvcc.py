@@ -6,11 +6,15 @@ the environment: ``FAKE_NVCC_SECONDS`` is what each takes, ``FAKE_NVCC_ERROR`` t
 """
 
 import dataclasses
+import functools
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any, Literal
+
+import pytest
 
 from tilewright.kernels.cuda import Compare, Fact, Field, MultipleOf, Predicate, Variant, VariantTable, instance
 
@@ -125,18 +129,37 @@ class FakeNvcc:
         return self.folder / "behaviours"
 
 
+@functools.cache
+def _object() -> bytes:
+    """What a compilation of `sample_table` gives; the C compiler makes it once in a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, made = Path(folder, "object.c"), Path(folder, "object.so")
+        source.write_text(_OBJECT)
+        subprocess.run([str(HOST_COMPILER), "-x", "c", "-shared", "-fPIC", source, "-o", made], check=True)
+        return made.read_bytes()
+
+
 def install(folder: Path) -> FakeNvcc:
     """Makes a stand-in in a folder."""
     (folder / "bin").mkdir(parents=True)
-    source, made = folder / "object.c", FakeNvcc(folder)
-    source.write_text(_OBJECT)
+    made = FakeNvcc(folder)
+    (folder / "object.so").write_bytes(_object())
     (folder / "plain.c").write_text(_PLAIN)
     made.behaviours.touch()
-    subprocess.run([str(HOST_COMPILER), "-x", "c", "-shared", "-fPIC", source, "-o", folder / "object.so"], check=True)
     script = folder / "bin" / "nvcc"
     places = {"object": folder / "object.so", "plain": folder / "plain.c", "compiler": HOST_COMPILER}
     script.write_text(_SCRIPT.format(log=made.log, behaviours=made.behaviours, **places))
     os.chmod(script, 0o755)
+    return made
+
+
+def given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvcc:
+    """For one test a stand-in and caches, in folders below one; skips the test where there is no C compiler."""
+    if HOST_COMPILER is None:
+        pytest.skip(NEEDED)
+    made = install(folder / "cuda")
+    for name, value in (made.environment | {"TILEWRIGHT_CACHE_DIR": str(folder / "cache")}).items():
+        monkeypatch.setenv(name, value)
     return made
 
 

@@ -180,11 +180,7 @@ CALLS = (
 @pytest.fixture
 def every_package_is_here(monkeypatch, tmp_path):
     """The stand-in for nvcc, which needs no headers, and a build cache of the test's own."""
-    if fake_nvcc.HOST_COMPILER is None:
-        pytest.skip(fake_nvcc.NEEDED)
-    made = fake_nvcc.install(tmp_path / "cuda")
-    for name, value in (made.environment | {"TILEWRIGHT_CACHE_DIR": str(tmp_path / "cache")}).items():
-        monkeypatch.setenv(name, value)
+    made = fake_nvcc.given(tmp_path, monkeypatch)
     monkeypatch.setattr(toolchain, "missing", lambda *_: [])
     return made
 
