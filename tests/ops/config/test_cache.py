@@ -1,8 +1,8 @@
 import sys
-import threading
 
 import pytest
 
+from tests.support.threads import together
 from tilewright.ops.config.memory import ConfigCache
 from tilewright.ops.utils.datacarrier import FwdParams
 
@@ -73,16 +73,13 @@ def test_iteration_is_over_a_snapshot():
 
 def test_sixteen_threads():
     cache = ConfigCache()
-    failures = []
-    start = threading.Barrier(16)
 
     def work(number):
-        start.wait()
         for i in range(300):
             cache.put((number, i), (number, i))
             cache.put("shared", number, origin=str(number))
-            if cache.get((number, i)) != (number, i) or cache.get("shared") not in range(16):
-                failures.append((number, i))
+            assert cache.get((number, i)) == (number, i)
+            assert cache.get("shared") in range(16)
             if i % 100 == 0:
                 list(cache)
                 cache.items()
@@ -90,14 +87,9 @@ def test_sixteen_threads():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(work, range(16))
     finally:
         sys.setswitchinterval(interval)
-    assert not failures
     assert len(cache) == 16 * 300 + 1
     assert cache.version >= 16 * 300
     assert cache.origin("shared") == str(cache.get("shared"))

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from tests.ops.kernel.samples import Config, Pair, Product, operands, watching
+from tests.support.threads import together
 from tilewright.ops import (
     AutotunePolicy,
     ConfigCache,
@@ -159,21 +160,16 @@ class TestWhereTheyHold:
 
     def test_threads_do_not_share_traces(self, kernel, executor):
         function = jax.jit(lambda a: executor(kernel, a, B))
-        ran, barrier = {}, threading.Barrier(4)
+        ran = {}
 
         def work(i):
             with overlay_cache(overlay(kernel, Config(i))):
-                barrier.wait()
                 for _ in range(20):
                     function(A)
                 ran[i] = executor.choose_config(kernel, A, B)
 
         with watching() as seen:
-            threads = [threading.Thread(target=work, args=(i,)) for i in range(1, 5)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            together(work, range(1, 5))
         assert ran == {i: Config(i) for i in range(1, 5)}
         assert {s.cfg.block for s in seen} >= {1, 2, 3, 4}
 

@@ -3,12 +3,12 @@
 import asyncio
 import dataclasses
 import json
-import threading
 
 import jax
 import pytest
 
 from tests.ops.kernel.samples import Config, Pair, Product, operands, watching
+from tests.support.threads import together
 from tilewright.cli.report.calls import ReportedCall
 from tilewright.ops import (
     Autotuner,
@@ -135,20 +135,15 @@ class TestContext:
     def test_in_threads_and_tasks_at_once(self):
         kernel = Product("tests.results.threads")
         result = AutotuningResult((call(Invocation(kernel, (A, B)).key, Config(5)),))
-        executor, found, barrier = Executor(ConfigSelectorChain()), [], threading.Barrier(4)
+        executor, found = Executor(ConfigSelectorChain()), []
 
         def work(i):
-            barrier.wait()
             for _ in range(10 + i):
                 with result:
                     found.append(executor.choose_config(kernel, A, B))
                 found.append(executor.choose_config(kernel, A, B))
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(work, range(4))
         assert found.count(Config(5)) == found.count(Config(64)) == 46
 
         async def task(pauses):

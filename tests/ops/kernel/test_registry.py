@@ -1,12 +1,11 @@
 """Recording of invocations."""
 
-import threading
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from tests.ops.kernel.samples import Pair, Product, operands
+from tests.support.threads import together
 from tilewright.ops import (
     Invocation,
     autotune_recorded,
@@ -70,11 +69,7 @@ def test_threads_may_record_at_once():
         kernel(A[:rows], B)
         get_invocations()
 
-    threads = [threading.Thread(target=work, args=(rows,)) for rows in (1, 2, 3, 4) * 4]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(work, (1, 2, 3, 4) * 4)
     assert sorted(inv.args[0].shape[0] for inv in get_invocations()) == [1, 2, 3, 4, 6]
 
 

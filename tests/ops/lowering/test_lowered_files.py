@@ -1,14 +1,15 @@
 """Lowered kernels on disk: what was written comes back, and nothing else ever does."""
 
+import functools
 import json
 import os
 import stat
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.threads import together
 from tilewright.ops.lowering import lowered_files
 from tilewright.ops.lowering.lowered_files import LoweredFiles
 
@@ -207,7 +208,6 @@ def test_the_folder_is_the_users(monkeypatch, tmp_path):
 
 def test_readers_and_writers_at_once_see_whole_entries(files):
     contents = [bytes([i]) * 50_000 for i in range(4)]
-    wrong = []
 
     def write(content):
         for _ in range(20):
@@ -216,14 +216,7 @@ def test_readers_and_writers_at_once_see_whole_entries(files):
     def look():
         for _ in range(60):
             found = files.get(KEY)
-            if found is not None and found.content not in contents:
-                wrong.append(found.content[:4])
+            assert found is None or found.content in contents
 
-    threads = [threading.Thread(target=write, args=(content,)) for content in contents]
-    threads += [threading.Thread(target=look) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    together(lambda work: work(), [*(functools.partial(write, content) for content in contents), look, look, look])
     assert files.get(KEY).content in contents

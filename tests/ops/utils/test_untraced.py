@@ -1,13 +1,13 @@
 """Computing for real while a program is traced."""
 
 import contextvars
-import threading
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 
+from tests.support.threads import together
 from tilewright.ops.utils.untraced import measurement_lock, run_untraced
 
 VARIABLE = contextvars.ContextVar("tests_variable", default=0)
@@ -57,16 +57,12 @@ def test_errors_come_back():
 def test_turns_are_taken_by_threads_and_shared_within_one():
     inside, most = [], []
 
-    def work():
+    def work(_):
         with measurement_lock(), measurement_lock():
             inside.append(1)
             most.append(len(inside))
             run_untraced(lambda cancelled: measurement_lock().__enter__())
             inside.pop()
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    together(work, range(8))
     assert most == [1] * 8
