@@ -27,7 +27,6 @@ from tilewright.ops import (
     overlay_cache,
     policy_override,
 )
-from tilewright.ops.tuning import timing
 from tilewright.ops.tuning.bench import LocalBench, OutOfTimeError
 from tilewright.ops.types import MappedAxis
 
@@ -168,27 +167,8 @@ class TestCandidates:
         assert call.candidates[0].eligible
 
 
-class FakeClock:
-    """Replaces the timer: milliseconds by block, cycling through noise."""
-
-    def __init__(self, times, monkeypatch):
-        self.times, self.samples, self.calls = times, [], {}
-        monkeypatch.setattr(timing, "sample_ms", self.sample)
-
-    def sample(self, function, args, calls):
-        block = self.block_of(function)
-        index = self.calls[block] = self.calls.get(block, -1) + 1
-        times = self.times[block]
-        self.samples.append(block)
-        return times[index % len(times)] if isinstance(times, tuple) else times
-
-    @staticmethod
-    def block_of(function):
-        return round(float(function(A, B)[0].ravel()[0]))
-
-
 class Telling(Product):
-    """Each config returns its own block, so that the fake clock knows which one runs."""
+    """Each config returns its own block."""
 
     reference = None
 
@@ -204,11 +184,11 @@ class Telling(Product):
 
 
 class TestWinner:
-    def tune(self, times, monkeypatch, **kwargs):
-        clock = FakeClock(times, monkeypatch)
+    def tune(self, clock, times):
+        clock.update(times)
         kernel = Telling([b for b in times if b != 64])
-        (call,) = tuner(tuner=Tuner(1, 5), **kwargs).tune(Invocation(kernel, (A, B))).entries
-        return call, clock
+        (call,) = tuner(tuner=Tuner(1, 5)).tune(Invocation(kernel, (A, B))).entries
+        return call
 
     @pytest.mark.parametrize(
         ("times", "winner"),
@@ -224,12 +204,12 @@ class TestWinner:
             ({64: 1.0}, 64),
         ],
     )
-    def test_must_beat_the_heuristic_by_more_than_the_noise(self, times, winner, monkeypatch):
-        call, _ = self.tune(times, monkeypatch)
+    def test_must_beat_the_heuristic_by_more_than_the_noise(self, times, winner, clock):
+        call = self.tune(clock, times)
         assert call.winner.config == Config(winner)
 
-    def test_measurements_are_those_of_the_clock(self, monkeypatch):
-        call, clock = self.tune({64: 4.0, 1: 1.0, 2: 100.0}, monkeypatch)
+    def test_measurements_are_those_of_the_clock(self, clock):
+        call = self.tune(clock, {64: 4.0, 1: 1.0, 2: 100.0})
         assert [c.time_ms for c in call.candidates] == [4.0, 1.0, 100.0]
         assert call.speedup == 4.0
         assert call.heuristic.config == Config(64)
@@ -238,18 +218,18 @@ class TestWinner:
         assert len(call.candidates[1].samples_ms) == len(call.candidates[0].samples_ms) == 10
         assert clock.samples.count(2) == 2  # how long one call takes, and the sample
 
-    def test_tuning_never_makes_a_call_slower(self, monkeypatch):
+    def test_tuning_never_makes_a_call_slower(self, clock):
         generator = np.random.default_rng(0)
         for _ in range(20):
             true = {64: 1.0, 1: 1.0 + generator.uniform(0, 0.1), 2: 1.0 + generator.uniform(0, 0.1)}
             times = {b: tuple(t * generator.uniform(0.97, 1.03, 31)) for b, t in true.items()}
-            call, _ = self.tune(times, monkeypatch)
+            call = self.tune(clock, times)
             assert call.winner.config == Config(64)
 
 
 class TestBudget:
-    def test_ends_the_search_but_not_before_the_heuristic(self, monkeypatch):
-        FakeClock({64: 1.0, 1: 0.1}, monkeypatch)
+    def test_ends_the_search_but_not_before_the_heuristic(self, clock):
+        clock.update({64: 1.0, 1: 0.1})
         (call,) = tuner(call_budget_s=1e-9).tune(Invocation(Telling([1]), (A, B))).entries
         assert not call.complete
         assert [(c.config, c.check) for c in call.candidates] == [(Config(64), "unchecked"), (Config(1), "left out")]
@@ -444,8 +424,9 @@ class TestBackward:
             (call,) = tuner().tune(inv).entries
         assert all(c.check == "passed" for c in call.candidates)
         assert {s.cfg for s in seen if s.stage == "backward"} == {Config(16), Config(32), Config(64)}
-        assert call.direction == "backward"
-        assert call.key == inv.key
+        assert (call.direction, call.key) == ("backward", inv.key)
+        assert call.candidates[0].config == Config(32)  # the heuristic of this direction
+        assert all(f"× {axis.size}" in call.shapes for axis in mapped)
 
     @pytest.mark.parametrize("form", [Recomputing, Pair])
     def test_wrong_gradients_are_refused(self, form):
@@ -458,7 +439,7 @@ class TestBackward:
                 return dict(zip(found, self.worse(tuple(found.values()), cfg), strict=True))
 
             def worse(self, found, cfg):
-                return tuple(1.1 * g for g in found) if cfg.block == 16 else found
+                return (1.01 * found[0], *found[1:]) if cfg.block == 16 else found
 
         if form is Recomputing:
             del Wrong.backward
@@ -616,13 +597,14 @@ class TestNumericContext:
 class TestLaterCalls:
     """Winners reach calls and functions that ran before."""
 
-    def scripted(self, monkeypatch):
-        FakeClock({64: 5.0, 1: 1.0}, monkeypatch)
+    @pytest.fixture
+    def kernel(self, clock):
+        clock.update({64: 5.0, 1: 1.0})
         return Telling([1])
 
     @pytest.mark.parametrize("how", ["autotune", "tuner", "policy"])
-    def test_eager(self, how, monkeypatch):
-        kernel, chain = self.scripted(monkeypatch), ConfigSelectorChain(tuner=QUICK)
+    def test_eager(self, how, kernel):
+        chain = ConfigSelectorChain(tuner=QUICK)
         executor = Executor(chain)
         assert executor(kernel, A, B)[0] == 64
         if how == "autotune":
@@ -638,8 +620,8 @@ class TestLaterCalls:
         default_executor().chooser.cache.clear()
         default_executor().chooser.persistent.clear()
 
-    def test_jitted(self, monkeypatch):
-        kernel, chain = self.scripted(monkeypatch), ConfigSelectorChain(tuner=QUICK)
+    def test_jitted(self, kernel):
+        chain = ConfigSelectorChain(tuner=QUICK)
         executor = Executor(chain)
         function = jax.jit(lambda a: executor(kernel, a, B))
         assert function(A)[0] == 64
@@ -649,9 +631,9 @@ class TestLaterCalls:
             function(A)
         assert seen == []
 
-    def test_a_tuning_that_changes_nothing_retraces_nothing(self, monkeypatch):
-        FakeClock({64: 1.0, 1: 5.0}, monkeypatch)
-        kernel, chain = Telling([1]), ConfigSelectorChain(tuner=QUICK)
+    def test_a_tuning_that_changes_nothing_retraces_nothing(self, clock, kernel):
+        clock.update({64: 1.0, 1: 5.0})
+        chain = ConfigSelectorChain(tuner=QUICK)
         traced = []
         function = jax.jit(lambda a: traced.append(a) or Executor(chain)(kernel, a, B))
         function(A)

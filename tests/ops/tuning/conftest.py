@@ -1,0 +1,3 @@
+"""What the tests of tuning share."""
+
+from tests.support.clock import clock as clock
