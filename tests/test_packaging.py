@@ -1,8 +1,10 @@
 """What the package is as a whole: its layers, what importing it does, its metadata."""
 
 import ast
+import functools
 import importlib.metadata
 import itertools
+import json
 import os
 import re
 import runpy
@@ -55,61 +57,71 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    return {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_imports_only_the_layers_below_it(layer):
-    files = [file for file in PACKAGE.rglob("*.py") if within(module_name(file), layer)]
+    files = {file: tree for file, tree in trees().items() if within(module_name(file), layer)}
     assert files
     wrong = [
         f"{file.relative_to(ROOT)} imports {name}"
-        for file in files
-        for name in imported_names(ast.parse(file.read_text()))
+        for file, tree in files.items()
+        for name in imported_names(tree)
         if within(name, "tilewright") and not any(within(name, allowed) for allowed in (layer, *LAYERS[layer]))
     ]
     assert wrong == []
 
 
 def test_imports_are_absolute():
-    for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
             assert not (isinstance(node, ast.ImportFrom) and node.level), f"{file.relative_to(ROOT)}:{node.lineno}"
 
 
-def run_alone(program: str, **environment: str) -> str:
-    """The output of a program in an interpreter of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **environment}, cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_importing_touches_no_device():
-    # Any use of a device would initialise a backend, and there is none of this name.
-    run_alone("import tilewright, tilewright.modules, tilewright.modules.base", JAX_PLATFORMS="nonesuch")
-
-
-def test_importing_opens_nothing_but_code(tmp_path):
-    program = """
-import jax, sys
-opened = []
+# Once it has imported `tilewright.ops` it says what that opened and loaded. Any use of a device would initialise a
+# backend, and there is none of the name that the environment gives.
+IMPORTING = """
+import json, sys
+import jax
+opened, before = [], set(sys.modules)
 def audit(event, arguments):
     if event in ("open", "os.mkdir", "os.rename", "os.remove", "socket.connect", "subprocess.Popen"):
         opened.append(f"{event} {arguments[0]}")
 sys.addaudithook(audit)
 import tilewright.ops
-print(*(line for line in opened if not line.endswith((".py", ".pyc", ".so"))), sep="\\n")
+said = {"opened": list(opened), "loaded": sorted(sys.modules.keys() - before)}
+import tilewright.modules, tilewright.modules.base
+print(json.dumps(said))
 """
-    folder = tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("imported") / "cache"
     # Without bytecode to write: that is the interpreter's doing, not ours.
-    output = run_alone(program, TILEWRIGHT_CACHE_DIR=str(folder), PYTHONDONTWRITEBYTECODE="1")
+    ours = {"TILEWRIGHT_CACHE_DIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "JAX_PLATFORMS": "nonesuch"}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTING], env=os.environ | ours, cwd=ROOT, capture_output=True, text=True
+    )
+    return {"code": done.returncode, "errors": done.stderr, "cache": folder} | json.loads(done.stdout or "{}")
+
+
+def test_importing_touches_no_device(imported):
+    assert imported["code"] == 0, imported["errors"]
+
+
+def test_importing_opens_nothing_but_code(imported):
+    lines = [line for line in imported["opened"] if not line.endswith((".py", ".pyc", ".so"))]
     # The import system looks into the standard library's zip, jaxtyping reads its own version.
-    ours = [line for line in output.splitlines() if line and not line.endswith((".zip", "dist-info/METADATA"))]
-    assert ours == []
-    assert not folder.exists()
+    assert [line for line in lines if not line.endswith((".zip", "dist-info/METADATA"))] == []
+    assert not imported["cache"].exists()
 
 
-def test_importing_loads_nothing_heavy():
-    heavy = (
+def test_importing_loads_nothing_heavy(imported):
+    heavy = {
         "msgspec",
         "platformdirs",
         "rich",
@@ -118,15 +130,8 @@ def test_importing_loads_nothing_heavy():
         "scipy",
         "tilewright.cli",
         "tilewright.kernels.cuda",
-    )
-    program = f"""
-import sys
-import jax
-before = set(sys.modules)
-import tilewright.ops
-print([name for name in {heavy} if name in sys.modules and name not in before])
-"""
-    assert run_alone(program).strip() == "[]"
+    }
+    assert heavy.isdisjoint(imported["loaded"])
 
 
 def test_one_version_everywhere():
