@@ -14,14 +14,16 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 import types
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tilewright
+from tests.support.threads import together
 from tilewright.ops.config import persistent
 from tilewright.ops.config.persistent import PersistentCache
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
@@ -110,91 +112,67 @@ def unprivileged_folder():
 
 
 class TestDamagedFiles:
-    def test_truncated_at_every_byte(self, cache, caplog):
+    def test_any_bytes_missing_changed_or_added(self, cache, caplog):
+        """Each prefix; each byte with a bit flipped, of the config's half of the bits; and any other edit."""
         caplog.set_level(logging.ERROR)
         path = file_of(cache)
         whole = path.read_bytes()
-        for length in range(len(whole)):
-            path.write_bytes(whole[:length])
-            found = cache.get("good", expected_type=FwdParams)
-            # Nothing but white space may be missing from what is still read.
-            assert found is None or (found == GOOD and not whole[length:].strip()), length
-        assert cache.get("other") == OTHER
-        path.write_bytes(whole)
-        assert cache.get("good") == GOOD
+        config = range(whole.index(b'"config"'), whole.index(b'"readable"'))
 
-    def test_a_flipped_bit_in_every_byte(self, cache, caplog):
-        caplog.set_level(logging.ERROR)
-        path = file_of(cache)
-        whole = path.read_bytes()
-        rng = random.Random(0)
-        survivors = 0
-        for position in range(len(whole)):
-            for bit in rng.sample(range(8), 1):
-                path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << bit]) + whole[position + 1 :])
-                found = cache.get("good", expected_type=FwdParams)
-                entry = cache.entry("good")
-                assert found is None or found == GOOD
-                assert entry is None or (entry.config == GOOD and entry.metadata == {"note": "x"})
-                survivors += found is not None
+        def found_in(content):
+            path.write_bytes(content)
+            entry, found = cache.entry("good"), cache.get("good", expected_type=FwdParams)
+            assert found is None or found == GOOD, content
+            assert entry is None or (entry.config == GOOD and entry.metadata == {"note": "x"}), content
+            return found
+
+        for length in range(len(whole)):  # nothing but white space may be missing from what is still read
+            assert found_in(whole[:length]) is None or not whole[length:].strip(), length
+        rng, survivors = random.Random(0), 0
+        for position, byte in enumerate(whole):
+            bits = range(position % 2, 8, 2) if position in config else [rng.randrange(8)]
+            for bit in bits:
+                flipped = found_in(whole[:position] + bytes([byte ^ 1 << bit]) + whole[position + 1 :])
+                survivors += flipped is not None
         assert survivors < len(whole) / 20
+
+        @given(st.integers(0, len(whole)), st.integers(0, 40), st.binary(max_size=40))
+        def edited(position, length, inserted):
+            found_in(whole[:position] + inserted + whole[position + length :])
+
+        edited()
         assert cache.get("other") == OTHER
+        assert found_in(whole) == GOOD
 
-    def test_half_of_the_bits_of_the_config(self, cache, caplog):
-        caplog.set_level(logging.ERROR)
-        path = file_of(cache)
-        whole = path.read_bytes()
-        start = whole.index(b'"config"')
-        end = whole.index(b'"readable"')
-        for position in range(start, end):
-            for bit in range(0, 8, 2) if position % 2 else range(1, 8, 2):
-                path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << bit]) + whole[position + 1 :])
-                assert cache.get("good") in (None, GOOD)
-
-    @pytest.mark.parametrize(
-        "content",
-        [
+    def test_rubbish(self, cache, caplog):
+        for content in (
             b"", b"\0" * 4096, b"null", b"[]", b"{}", b'"text"', b"1e999", b"\xff\xfe{\0}\0", b"[" * 100_000,
-            b"{" * 100_000,
-            b'{"a":' * 50_000 + b"1" + b"}" * 50_000, b"9" * 10_000, b'{"schema": 1}', b'{"schema": NaN}',
-            os.urandom(512),
-        ],
-        ids=range(15),
-    )  # fmt: skip
-    def test_rubbish(self, cache, content, caplog):
-        file_of(cache).write_bytes(content)
-        check_miss(cache)
-        assert "no config is read from good-" in caplog.text
-        assert cache.put("good", GOOD)
-        assert cache.get("good") == GOOD
+            b"{" * 100_000, b'{"a":' * 50_000 + b"1" + b"}" * 50_000, b"9" * 10_000, b'{"schema": 1}',
+            b'{"schema": NaN}', os.urandom(512),
+        ):  # fmt: skip
+            file_of(cache).write_bytes(content)
+            caplog.clear()
+            check_miss(cache)
+            assert "no config is read from good-" in caplog.text
+            assert cache.put("good", GOOD)
+            assert cache.get("good") == GOOD
 
-    @pytest.mark.parametrize(
-        "change",
-        [
+    def test_an_entry_of_another_form(self, cache):
+        """With the right checksum, and with another way to write it."""
+        path = file_of(cache)
+        document = json.loads(path.read_text())
+        for change in (
             {"schema": 2}, {"schema": 0}, {"schema": None}, {"schema": "1"}, {"schema": True}, {"extra": 1},
             {"key": "another"}, {"key": ["good"]}, {"created": "yesterday"}, {"created": "2025-01-01T00:00:00"},
             {"created": 5}, {"toolchain": []}, {"metadata": None}, {"measurements": {}}, {"readable": 3},
             {"source": None},
-        ],
-        ids=str,
-    )  # fmt: skip
-    def test_a_sealed_entry_of_another_form(self, cache, change):
-        path = file_of(cache)
-        path.write_text(reseal({**json.loads(path.read_text()), **change}))
-        check_miss(cache)
-
-    def test_a_missing_field(self, cache):
-        path = file_of(cache)
-        document = json.loads(path.read_text())
-        for name in document:
+        ):  # fmt: skip
+            path.write_text(reseal(document | change))
+            check_miss(cache)
+        for name in document.keys() - {"checksum"}:
             path.write_text(reseal({key: value for key, value in document.items() if key != name}))
-            if name != "checksum":
-                check_miss(cache)
-
-    def test_an_entry_without_its_checksum(self, cache):
-        path = file_of(cache)
-        document = json.loads(path.read_text())
-        path.write_text(json.dumps({**document, "checksum": document["checksum"].upper()}))
+            check_miss(cache)
+        path.write_text(json.dumps(document | {"checksum": document["checksum"].upper()}))
         check_miss(cache)
 
     def test_a_file_under_another_name(self, cache):
@@ -328,20 +306,26 @@ class TestWhatIsNoFile:
             assert len(cache) == 0
 
 
+def refusing(code):
+    """A system call that fails."""
+
+    def fail(*arguments, **keywords):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
 class TestRefusals:
     """The operating system says no."""
 
     @pytest.mark.parametrize("code", [errno.EACCES, errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT, errno.ESTALE])
     @pytest.mark.parametrize("call", ["open", "replace", "fsync", "mkdir"])
     def test_each_call_of_a_write(self, cache, monkeypatch, caplog, call, code):
-        def fail(*arguments, **keywords):
-            raise OSError(code, os.strerror(code))
-
         if call == "mkdir":
             cache = PersistentCache(cache.path.parent / "new")
         before = sorted(path.name for path in cache.path.glob("*"))
         with monkeypatch.context() as patch:
-            patch.setattr(os, call, fail)
+            patch.setattr(os, call, refusing(code))
             assert not cache.put("good", FwdParams())
             assert not cache.put("third", FwdParams())
             assert cache.get("third") is None
@@ -353,25 +337,19 @@ class TestRefusals:
 
     @pytest.mark.parametrize("call", ["open", "fstat"])
     def test_each_call_of_a_read(self, cache, monkeypatch, caplog, call):
-        def fail(*arguments, **keywords):
-            raise PermissionError(errno.EACCES, "denied")
-
         with monkeypatch.context() as patch:
-            patch.setattr(os, call, fail)
+            patch.setattr(os, call, refusing(errno.EACCES))
             assert cache.get("good") is None
             assert len(cache) == 0
-        assert "denied" in caplog.text
+        assert os.strerror(errno.EACCES) in caplog.text
         assert cache.get("good") == GOOD
 
     def test_listing_and_removing(self, cache, monkeypatch, caplog):
-        def fail(*arguments, **keywords):
-            raise PermissionError(errno.EACCES, "denied")
-
         with monkeypatch.context() as patch:
-            patch.setattr(os, "listdir", fail)
+            patch.setattr(os, "listdir", refusing(errno.EACCES))
             assert (len(cache), list(cache), cache.clear()) == (0, [], 0)
         with monkeypatch.context() as patch:
-            patch.setattr(os, "unlink", fail)
+            patch.setattr(os, "unlink", refusing(errno.EACCES))
             assert not cache.remove("good")
             assert cache.clear() == 0
             assert cache.put("third", GOOD)
@@ -435,7 +413,7 @@ class TestKilled:
                     print("ready", flush=True)
         """
         rng = random.Random(1)
-        for _ in range(6):
+        for _ in range(3):
             process = spawn(cache, code)
             assert process.stdout.readline() == "ready\n"
             time.sleep(rng.uniform(0.0, 0.03))
@@ -447,7 +425,7 @@ class TestKilled:
             assert cache.entry("good").measurements[0]["ms"] == config.num_warps
             assert cache.get("other") == OTHER
             assert len(cache) == 2
-        assert len(temporaries(cache)) <= 6
+        assert len(temporaries(cache)) <= 3
 
     @pytest.mark.parametrize("moment", ["write", "fsync", "replace"])
     def test_at_each_step(self, cache, moment):
@@ -484,7 +462,7 @@ class TestKilled:
 
 
 class TestCrowds:
-    def test_sixteen_processes_on_one_key(self, cache):
+    def test_processes_on_one_key(self, cache):
         code = """
             number = int(sys.argv[2])
             while not os.path.exists(sys.argv[3]):
@@ -493,7 +471,7 @@ class TestCrowds:
                 assert cache.put("good", FwdParams(num_warps=number), measurements=[number] * number)
                 assert cache.put(f"own-{number}", FwdParams(num_stages=i + 1))
                 config = cache.get("good", expected_type=FwdParams)
-                assert config is not None and 1 <= config.num_warps <= 16
+                assert config is not None and 1 <= config.num_warps <= 6
                 entry = cache.entry("good")
                 assert entry.measurements == (entry.config.num_warps,) * entry.config.num_warps
                 assert cache.get(f"own-{number}") == FwdParams(num_stages=i + 1)
@@ -501,54 +479,36 @@ class TestCrowds:
         """
         cache.put("good", FwdParams(num_warps=1), measurements=[1])
         start = cache.path.parent / "start"
-        processes = [spawn(cache, code, number, start) for number in range(1, 17)]
+        processes = [spawn(cache, code, number, start) for number in range(1, 7)]
         start.touch()
         for process in processes:
             finish(process)
-        assert len(cache) == 18
-        assert {cache.get(f"own-{number}") for number in range(1, 17)} == {FwdParams(num_stages=25)}
+        assert len(cache) == 8
+        assert {cache.get(f"own-{number}") for number in range(1, 7)} == {FwdParams(num_stages=25)}
         assert temporaries(cache) == []
 
     def test_sixteen_threads(self, cache):
-        failures = []
-        start = threading.Barrier(16)
-
         def work(number):
-            try:
-                start.wait()
-                for i in range(8):
-                    assert cache.put("good", FwdParams(num_warps=number + 1))
-                    assert cache.put(number, i)
-                    assert cache.get("good", expected_type=FwdParams).num_warps in range(1, 17)
-                    assert cache.get(number) == i
-                    assert set(cache) >= {"good", "other"}
-            except BaseException as error:
-                failures.append(error)
+            for i in range(8):
+                assert cache.put("good", FwdParams(num_warps=number + 1))
+                assert cache.put(number, i)
+                assert cache.get("good", expected_type=FwdParams).num_warps in range(1, 17)
+                assert cache.get(number) == i
+                assert set(cache) >= {"good", "other"}
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
         version = cache.version
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
+        together(work, range(16))
         assert cache.version == version + 2 * 8 * 16
         assert len(cache) == 18
         assert temporaries(cache) == []
 
     def test_writers_readers_and_removers(self, cache):
         """Whatever the order, a reader sees one of the configs that were written or none."""
-        stop = time.monotonic() + 0.5
-        seen, failures = set(), []
+        stop, seen = time.monotonic() + 0.5, set()
 
         def work(action):
-            with contextlib.suppress(StopIteration):
-                while time.monotonic() < stop:
-                    try:
-                        action()
-                    except BaseException as error:
-                        failures.append(error)
-                        raise StopIteration from error
+            while time.monotonic() < stop:
+                action()
 
         actions = [
             lambda: cache.put("good", GOOD),
@@ -557,12 +517,7 @@ class TestCrowds:
             lambda: seen.add(cache.get("good", expected_type=FwdParams)),
             lambda: cache.entries(),
         ]
-        threads = [threading.Thread(target=work, args=(action,)) for action in actions]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
+        together(work, actions)
         assert seen <= {GOOD, FwdParams(num_warps=2), None}
         assert cache.get("other") == OTHER
         assert temporaries(cache) == []
