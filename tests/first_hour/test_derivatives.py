@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import tilewright
+from tests.support.draws import draw
 from tilewright.modules import FlashAttention, decode_attention, flash_attention
 from tilewright.ops import Kernel
 
-Q, K, V = (jax.random.normal(jax.random.key(i), (2, 20, 4, 8)) for i in range(3))
+Q, K, V = (draw(2, 20, 4, 8, seed=i) for i in range(3))
 SMALL = tuple(x[:1, :4, :2] for x in (Q, K, V))
 
 
@@ -23,7 +24,7 @@ OPTIONS = {
     "plain": {},
     "causal window, soft cap": {"causal": True, "sliding_window": 5, "logits_soft_cap": 3.0},
     "rows without keys": {"key_value_seq_lengths": jnp.array([0, 13])},
-    "bias, lse": {"bias": jax.random.normal(jax.random.key(7), (1, 4, 20, 20)), "return_lse": True},
+    "bias, lse": {"bias": draw(1, 4, 20, 20, seed=7), "return_lse": True},
     "sinks": {"softmax_aux": jnp.ones(4)},
 }
 

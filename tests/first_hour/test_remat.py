@@ -7,10 +7,11 @@ import pytest
 from jax._src.ad_checkpoint import saved_residuals  # what jax.ad_checkpoint.print_saved_residuals prints
 from jax.extend.core import jaxpr_as_fun
 
+from tests.support.draws import draw
 from tilewright.modules import flash_attention
 
-X = jax.random.normal(jax.random.key(0), (2, 32, 4, 16))
-W = jax.random.normal(jax.random.key(1), (16, 16)) / 4
+X = draw(2, 32, 4, 16)
+W = draw(16, 16, seed=1) / 4
 NAMES = jax.checkpoint_policies.save_only_these_names("flash_attention_out", "flash_attention_residuals")
 
 

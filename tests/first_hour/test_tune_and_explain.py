@@ -6,15 +6,17 @@ import logging
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import tilewright
+from tests.support.draws import array
 from tilewright.modules import FlashAttention, flash_attention
 from tilewright.ops import ConfigSelectorChain, Tuner
 
-X = jnp.ones((1, 32, 2, 8))
+X = array(np.ones((1, 32, 2, 8)), jnp.float32)
 
 
 def layer(x, causal=False, name="full", *, scale=1.0, window=None):
@@ -52,35 +54,44 @@ def optax_step(parameters, x, optimiser):
     return optax.apply_updates(parameters, updates)
 
 
-STRUCT = jax.ShapeDtypeStruct(X.shape, X.dtype)
 BOTH = ["forward", "backward"]
 CALLS = {
-    "a function": (layer, (X,), {}, ["forward"]),
-    "static keywords": (layer, (X,), {"causal": True, "name": "window", "window": 3, "scale": 0.5}, ["forward"]),
-    "structs": (layer, (STRUCT,), {"causal": True}, ["forward"]),
-    "jit": (jax.jit(layer, static_argnames=("causal", "name", "window")), (X,), {"causal": True}, ["forward"]),
-    "static positions": (jax.jit(layer, static_argnums=(1, 2)), (X, True, "full"), {}, ["forward"]),
-    "partial": (functools.partial(layer, causal=True), (X,), {}, ["forward"]),
-    "grad": (jax.grad(lambda x: layer(x).sum()), (X,), {}, BOTH),
-    "lowered": (jax.jit(lambda x: layer(x, True)).lower(X), (), {}, ["forward"]),
-    "eqx.filter_jit": (eqx.filter_jit(lambda model, x: model(x)), (Model(jnp.ones(8)), X), {}, ["forward"]),
-    "eqx lowered": (eqx.filter_jit(lambda model, x: model(x)).lower(Model(jnp.ones(8)), X), (), {}, ["forward"]),
-    "eqx without jit": (
+    "a function": lambda: (layer, (X,), {}, ["forward"]),
+    "static keywords": lambda: (
+        layer,
+        (X,),
+        {"causal": True, "name": "window", "window": 3, "scale": 0.5},
+        ["forward"],
+    ),
+    "structs": lambda: (layer, (jax.ShapeDtypeStruct(X.shape, X.dtype),), {"causal": True}, ["forward"]),
+    "jit": lambda: (jax.jit(layer, static_argnames=("causal", "name", "window")), (X,), {"causal": True}, ["forward"]),
+    "static positions": lambda: (jax.jit(layer, static_argnums=(1, 2)), (X, True, "full"), {}, ["forward"]),
+    "partial": lambda: (functools.partial(layer, causal=True), (X,), {}, ["forward"]),
+    "grad": lambda: (jax.grad(lambda x: layer(x).sum()), (X,), {}, BOTH),
+    "lowered": lambda: (jax.jit(lambda x: layer(x, True)).lower(X), (), {}, ["forward"]),
+    "eqx.filter_jit": lambda: (eqx.filter_jit(lambda model, x: model(x)), (Model(jnp.ones(8)), X), {}, ["forward"]),
+    "eqx lowered": lambda: (
+        eqx.filter_jit(lambda model, x: model(x)).lower(Model(jnp.ones(8)), X),
+        (),
+        {},
+        ["forward"],
+    ),
+    "eqx without jit": lambda: (
         eqx.filter_value_and_grad(lambda model, x: model(x).sum()),
         (Model(jnp.ones(8)), X),
         {},
         BOTH,
     ),
-    "nnx.jit": (nnx.jit(train_step), (NnxModel(nnx.Rngs(0)), X), {}, BOTH),
-    "nnx lowered": (nnx.jit(train_step).lower(NnxModel(nnx.Rngs(0)), X), (), {}, BOTH),
-    "nnx without jit": (lambda model, x: model(x), (NnxModel(nnx.Rngs(0)), X), {}, ["forward"]),
-    "optax": (optax_step, (jnp.ones(8), X, optax.adam(1e-3)), {}, BOTH),
+    "nnx.jit": lambda: (nnx.jit(train_step), (NnxModel(nnx.Rngs(0)), X), {}, BOTH),
+    "nnx lowered": lambda: (nnx.jit(train_step).lower(NnxModel(nnx.Rngs(0)), X), (), {}, BOTH),
+    "nnx without jit": lambda: (lambda model, x: model(x), (NnxModel(nnx.Rngs(0)), X), {}, ["forward"]),
+    "optax": lambda: (optax_step, (jnp.ones(8), X, optax.adam(1e-3)), {}, BOTH),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_explain_takes_it_and_says_what_would_run(name, capsys):
-    function, args, kwargs, directions = CALLS[name]
+    function, args, kwargs, directions = CALLS[name]()
     explained = tilewright.explain(function, *args, **kwargs)
     assert [call.direction for call in explained] == directions
     assert {call.op for call in explained} == {"flash_attention"}
@@ -91,7 +102,7 @@ def test_explain_takes_it_and_says_what_would_run(name, capsys):
 
 @pytest.mark.parametrize("name", ["static keywords", "nnx.jit", "eqx lowered"])
 def test_tune_takes_it_and_the_call_then_runs_what_was_measured(name):
-    function, args, kwargs, directions = CALLS[name]
+    function, args, kwargs, directions = CALLS[name]()
     chain = ConfigSelectorChain()
     result = tilewright.tune(
         function, *args, **kwargs, chooser=chain, tuner=Tuner(warmup=0, iters=1), call_budget_s=0.1

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 import tilewright
+from tests.support.draws import draw
 from tilewright.kernels.flash_attention.cudnn import jax_calls
 from tilewright.modules import dot_product_attention, flash_attention, page_attention
 from tilewright.ops import Invocation, Kernel, PersistentCache, default_executor
 from tilewright.ops.tuning.events import CallTuned
 
-Q = jax.random.normal(jax.random.key(0), (2, 8, 4, 16))
+Q = draw(2, 8, 4, 16)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The public functions: signatures, results and gradients through the executor, and JAX's own function as the peer."""
 
 import inspect
-import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,16 +12,12 @@ import numpy as np
 import pytest
 
 import tilewright
+from tests.support.draws import draw
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.flash_attention.arguments import CausalAlignment
 from tilewright.kernels.flash_attention.options import AttentionOptions
 from tilewright.kernels.masks import CausalMask, WindowMask
 from tilewright.modules import FlashAttention, dot_product_attention, flash_attention
-
-
-def draw(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
 
 QUERY, KEY, VALUE = draw(2, 24, 4, 16), draw(2, 24, 2, 16, seed=1), draw(2, 24, 2, 16, seed=2)
 
@@ -191,7 +186,7 @@ def test_drop_in_agrees_with_jax(name: str):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype"), list(itertools.product([(4, 4, 4), (3, 3, 3), (3, 4, 4)], [jnp.float32, jnp.bfloat16]))
+    ("ranks", "dtype"), [((4, 4, 4), jnp.bfloat16), ((3, 3, 3), jnp.float32), ((3, 4, 4), jnp.float32)]
 )
 def test_drop_in_residual_and_ranks(ranks: tuple[int, ...], dtype: Any):
     arrays = [array.astype(dtype)[:1].reshape(array.shape[4 - rank:] if rank == 3 else (1, *array.shape[1:]))

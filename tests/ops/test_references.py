@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.ops.kernel.samples import Config, Product
+from tests.support.draws import draw
 from tilewright.ops import ConfigSelectorChain, Executor
 
 
@@ -28,9 +29,9 @@ def accumulated(value: jax.Array) -> jax.Array:
     return jax.freeze(ref)
 
 
-A, B = jnp.arange(6.0).reshape(2, 3), jnp.arange(12.0).reshape(3, 4)
+A, B = draw(2, 3), draw(3, 4, seed=1)
 KERNEL = Accumulating("tests.references")
-STACKED = jnp.stack([A, 2 * A]), jnp.stack([B, -B])
+STACKED = draw(2, 2, 3, seed=2), draw(2, 3, 4, seed=3)
 
 
 def product(a: Any, b: Any) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.draws import zeros
 from tilewright.kernels.flash_attention.cases import CPU_CASES, HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention, flash_attention
@@ -17,8 +18,8 @@ from tilewright.kernels.op.choice import Platform
 from tilewright.ops.kernel.kernel import Invocation
 
 KERNEL = FlashAttention()
-Q, K, V = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 12, 2, 16)), jnp.zeros((2, 12, 2, 24))
-PACKED = jnp.zeros((1, 8, 4, 16)), jnp.zeros((1, 12, 2, 16)), jnp.zeros((1, 12, 2, 16))
+Q, K, V = zeros((2, 8, 4, 16)), zeros((2, 12, 2, 16)), zeros((2, 12, 2, 24))
+PACKED = zeros((1, 8, 4, 16)), zeros((1, 12, 2, 16)), zeros((1, 12, 2, 16))
 
 
 def prepare(*arrays: Any, **kwargs: Any) -> AttentionInputs:
@@ -78,7 +79,7 @@ def test_masks_combine():
     mask = prepare(
         causal=True,
         mask=explicit,
-        q_segment_ids=jnp.zeros((2, 8), jnp.uint8),
+        q_segment_ids=zeros((2, 8), jnp.uint8),
         kv_segment_ids=np.zeros((2, 12), np.int32),
         query_seq_lengths=[3, 8],
     ).mask
@@ -132,7 +133,7 @@ def test_packed_self_attention_needs_no_positions():
 
 def test_unbatched():
     inputs = prepare(
-        Q[0], K[0], V[0], jnp.zeros((4, 8, 12)), q_segment_ids=np.zeros(8, int), kv_segment_ids=np.zeros(12, int),
+        Q[0], K[0], V[0], zeros((4, 8, 12)), q_segment_ids=np.zeros(8, int), kv_segment_ids=np.zeros(12, int),
         query_seq_lengths=3, return_lse=True,
     )  # fmt: skip
     assert inputs.unbatched
@@ -198,7 +199,7 @@ def test_precision():
 
 F32 = jnp.float32
 WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (ValueError, "query.shape=(8, 16)", {"query": jnp.zeros((8, 16))}),
+    (ValueError, "query.shape=(8, 16)", {"query": zeros((8, 16))}),
     (ValueError, "key.shape=(12, 2, 16)", {"key": K[0]}),
     (TypeError, "query.dtype=dtype('int32')", {"query": Q.astype(int), "key": K.astype(int), "value": V.astype(int)}),
     (TypeError, "value.dtype=dtype(bfloat16)", {"value": V.astype(jnp.bfloat16)}),
@@ -211,12 +212,12 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "query.shape=(2, 8, 3, 16)", {"query": Q[:, :, :3]}),
     (ValueError, "key.shape=(2, 12, 0, 16)", {"key": K[:, :, :0], "value": V[:, :, :0]}),
     (ValueError, "value.shape=(2, 12, 2, 0)", {"value": V[..., :0]}),
-    (ValueError, "bias.shape=(3, 8, 12)", {"bias": jnp.zeros((3, 8, 12))}),
-    (ValueError, "bias.shape=(1, 2, 4, 8, 12)", {"bias": jnp.zeros((1, 2, 4, 8, 12))}),
-    (TypeError, "bias.dtype=dtype('bool')", {"bias": jnp.zeros((8, 12), bool)}),
-    (ValueError, "mask.shape=(8, 11)", {"mask": jnp.zeros((8, 11), bool)}),
-    (TypeError, "array.dtype=dtype('float32')", {"mask": jnp.zeros((8, 12))}),
-    (ValueError, "shape=(1, 1, 5, 12)", {"mask": ExplicitMask(jnp.zeros((1, 1, 5, 12), bool))}),
+    (ValueError, "bias.shape=(3, 8, 12)", {"bias": zeros((3, 8, 12))}),
+    (ValueError, "bias.shape=(1, 2, 4, 8, 12)", {"bias": zeros((1, 2, 4, 8, 12))}),
+    (TypeError, "bias.dtype=dtype('bool')", {"bias": zeros((8, 12), bool)}),
+    (ValueError, "mask.shape=(8, 11)", {"mask": zeros((8, 11), bool)}),
+    (TypeError, "array.dtype=dtype('float32')", {"mask": zeros((8, 12))}),
+    (ValueError, "shape=(1, 1, 5, 12)", {"mask": ExplicitMask(zeros((1, 1, 5, 12), bool))}),
     (TypeError, "causal must be True or False, known while tracing, got 'yes'", {"causal": "yes"}),
     (ValueError, "causal_alignment='centre'", {"causal_alignment": "centre"}),
     (ValueError, "sliding_window=-1", {"sliding_window": -1}),
@@ -229,28 +230,28 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "logits_soft_cap must be a number, got '3'", {"logits_soft_cap": "3"}),
     (ValueError, "softmax_scale=nan", {"softmax_scale": float("nan")}),
     (TypeError, "softmax_scale must be a number", {"softmax_scale": jnp.ones(2)}),
-    (ValueError, "shape=(3,)", {"softmax_aux": jnp.zeros(3)}),
-    (ValueError, "shape=(4, 0)", {"softmax_aux": jnp.zeros((4, 0))}),
-    (TypeError, "softmax_aux.dtype=dtype('int32')", {"softmax_aux": jnp.zeros(4, int)}),
+    (ValueError, "shape=(3,)", {"softmax_aux": zeros(3)}),
+    (ValueError, "shape=(4, 0)", {"softmax_aux": zeros((4, 0))}),
+    (TypeError, "softmax_aux.dtype=dtype('int32')", {"softmax_aux": zeros(4, int)}),
     (ValueError, "dropout_prob=1.0", {"dropout_prob": 1.0, "dropout_seed": 0}),
     (ValueError, "dropout_prob=-0.1", {"dropout_prob": -0.1, "dropout_seed": 0}),
     (ValueError, "dropout_seed is needed with dropout_prob=0.1", {"dropout_prob": 0.1}),
     (TypeError, "dropout_seed must be an integer", {"dropout_prob": 0.1, "dropout_seed": 0.5}),
     (TypeError, "got True", {"dropout_prob": 0.1, "dropout_seed": True}),
-    (ValueError, "seed.shape=(3,)", {"dropout_prob": 0.1, "dropout_seed": jnp.zeros(3, jnp.uint32)}),
+    (ValueError, "seed.shape=(3,)", {"dropout_prob": 0.1, "dropout_seed": zeros(3, jnp.uint32)}),
     (ValueError, "seed.shape=(2,)", {"dropout_prob": 0.1, "dropout_seed": jax.random.split(jax.random.key(0))}),
     (ValueError, "must fit in 64 bits", {"dropout_prob": 0.1, "dropout_seed": 1 << 64}),
-    (ValueError, "kv_segment_ids=None", {"q_segment_ids": jnp.zeros((2, 8), int)}),
-    (ValueError, "q_segment_ids=None", {"kv_segment_ids": jnp.zeros((2, 12), int)}),
+    (ValueError, "kv_segment_ids=None", {"q_segment_ids": zeros((2, 8), int)}),
+    (ValueError, "q_segment_ids=None", {"kv_segment_ids": zeros((2, 12), int)}),
     (
         ValueError,
         "kv_segment_ids.shape=(2, 8)",
-        {"q_segment_ids": jnp.zeros((2, 8), int), "kv_segment_ids": jnp.zeros((2, 8), int)},
+        {"q_segment_ids": zeros((2, 8), int), "kv_segment_ids": zeros((2, 8), int)},
     ),
     (
         TypeError,
         "q_segment_ids.dtype=float32",
-        {"q_segment_ids": jnp.zeros((2, 8)), "kv_segment_ids": jnp.zeros((2, 12))},
+        {"q_segment_ids": zeros((2, 8)), "kv_segment_ids": zeros((2, 12))},
     ),
     (ValueError, "query_seq_lengths.shape=(3,)", {"query_seq_lengths": [1, 2, 3]}),
     (ValueError, "query_seq_lengths.shape=()", {"query_seq_lengths": 3}),
@@ -275,7 +276,7 @@ def test_wrong_arguments(kind: type[Exception], message: str, options: dict[str,
 
 
 PACKED_WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (ValueError, "leave out", {"q_segment_ids": jnp.zeros((1, 8), int), "kv_segment_ids": jnp.zeros((1, 12), int)}),
+    (ValueError, "leave out", {"q_segment_ids": zeros((1, 8), int), "kv_segment_ids": zeros((1, 12), int)}),
     (ValueError, "leave out", {"query_seq_lengths": [3]}),
     (ValueError, "cum_seqlens_q.shape=(2,), cum_seqlens_k.shape=(3,)", {"cum_seqlens_k": [0, 3, 12]}),
     (ValueError, "cum_seqlens_q.shape=(1,)", {"cum_seqlens_q": [0], "cum_seqlens_k": [0]}),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from tests.support.draws import draw
 from tilewright.ops import Invocation, Kernel
 from tilewright.ops.utils.memory import clear_all
 
@@ -101,5 +102,4 @@ def watching(kernel: type[Product] = Product) -> Iterator[list[Seen]]:
 
 
 def operands(*shapes: tuple[int, ...], dtype: Any = jnp.float32, seed: int = 0) -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+    return [draw(*shape, seed=10 * seed + i, dtype=dtype) for i, shape in enumerate(shapes)]

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.draws import array
 from tests.support.hostile import SIZE, Halting, Hostile, Way
 from tilewright.ops import Autotuner, ConfigSelectorChain, Invocation, PersistentCache, Tuner
 from tilewright.ops.tuning import isolation, worker
 from tilewright.ops.tuning.bench import CandidateError, OutOfTimeError, Trial
 from tilewright.ops.tuning.events import CandidateDone
 
-X = jnp.linspace(-1.0, 1.0, SIZE * SIZE).reshape(SIZE, SIZE)
+X = array(np.linspace(-1.0, 1.0, SIZE * SIZE).reshape(SIZE, SIZE), jnp.float32)
 ISOLATED = Tuner(0, 2, isolation="process", timeout_s=15.0)
 
 
