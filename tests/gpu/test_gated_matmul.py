@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.matmul.gates import gate_oracle, near, of_arguments
-from tests.kernels.matmul.test_gated import arrays_of, expected
-from tests.kernels.matmul.test_glu import arrays_of as glu_arrays_of
+from tests.kernels.matmul.test_gated import arrays_of, expected, glu_arrays_of
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.triton.backend import TritonGatedGroupedMatmul
 from tilewright.kernels.numerics.activations import ACTIVATIONS

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.kernels.matmul.grouped_conformance import GroupedConformance, check, cotangent_of, inputs_of
+from tests.kernels.conformance import check
+from tests.kernels.matmul.grouped_conformance import GroupedConformance, cotangent_of, inputs_of
 from tests.kernels.matmul.grouped_oracle import oracle
 from tilewright.kernels.matmul.cases import GroupedMatmulCase
 from tilewright.kernels.matmul.hopper.backend import HopperGroupedMatmul

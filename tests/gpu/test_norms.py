@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.norms.conformance import NormConformance, check, cotangents_of, oracle, run
+from tests.kernels.conformance import check
+from tests.kernels.norms.conformance import NormConformance, cotangents_of, oracle, run
 from tilewright.kernels.norms.cases import LayerNormCase, NormCase, RmsNormCase
 from tilewright.kernels.norms.inputs import NormInputs
 from tilewright.kernels.norms.triton.backend import TritonNorm

@@ -3,10 +3,9 @@
 import math
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from tilewright.ops.tuning.numerics import violations
+from tests.kernels.conformance import Found, check
 
 _ERF = np.vectorize(math.erf, otypes=[np.float64])
 _ROOT = math.sqrt(2 / math.pi)
@@ -50,10 +49,7 @@ def of_arguments(gradients: dict[str, Any], rows: str = "lhs") -> dict[str, Any]
     return {f"d_{names[field]}": gradient for field, gradient in gradients.items()}
 
 
-def near(got: dict[str, Any], want: dict[str, Any], where: str = "") -> None:
+def near(got: Found, want: Found, where: str = "") -> None:
     """Checks results and gradients; pre-activations and their gradients are rounded, too, so three roundings count."""
     assert got.keys() == want.keys()
-    for name, exact in want.items():
-        rounded = np.asarray(jnp.asarray(exact, got[name].dtype), np.float64)
-        said = violations(np.asarray(got[name]), exact, rounded, factor=4.0)
-        assert not said, f"{name} {where}: {said}"
+    check(got, want, factor=4.0, where=where)

@@ -1,8 +1,9 @@
-"""What every backend of the grouped matmul must do, in the cases that it declares to support."""
+"""Conformance of the backends of matmuls with groups or gates: their cases, beside the oracle in float64."""
 
-import contextlib
 import dataclasses
-from contextlib import AbstractContextManager
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -10,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.matmul.grouped_oracle import Found, oracle
-from tilewright.kernels.matmul.cases import GroupedMatmulCase
-from tilewright.kernels.matmul.inputs import MatmulInputs
+from tests.kernels.conformance import Conformance, Found, Poisoned, run_both
+from tests.kernels.matmul.grouped_oracle import oracle
+from tilewright.kernels.matmul.cases import GatedGroupedMatmulCase, GluCase, GroupedMatmulCase, ProductCase
+from tilewright.kernels.matmul.inputs import MatmulInputs, MatmulResults
+from tilewright.kernels.matmul.ops.gated_grouped_matmul import GatedGroupedMatmul
+from tilewright.kernels.matmul.ops.glu import Glu
 from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul
+from tilewright.kernels.numerics.activations import ACTIVATIONS
 from tilewright.kernels.op.backend import Backend
-from tilewright.ops.tuning.numerics import violations
-from tilewright.ops.types import Device, Direction
-from tilewright.ops.utils.device import current_device
 
 _HUGE = 2**31 - 1
 _BASE = GroupedMatmulCase("", rows=37, k=24, n=24, groups=4)
@@ -62,16 +64,42 @@ CASES: dict[str, GroupedMatmulCase] = {
         _case("blocks_and_number", lhs_scale="blocks", rhs_scale="number", k=130, dtype="bfloat16"),
     )
 }
-QUICK = ("float32", "transposed", "rows_of_nobody", "negative", "offset", "blocks")
-TEST = [name for name in CASES if name not in ("offset_zero", "no_k", "no_n", "two_dtypes", "all_in_one")]
-
 FUZZED = _case("fuzzed", rows=53, k=16, n=24, groups=7)
 
 
-def inputs_of(case: GroupedMatmulCase, seed: int = 0) -> MatmulInputs:
+GATED = GatedGroupedMatmulCase("", rows=37, k=24, n=20, groups=4)
+GLU = GluCase("", rows=13, k=24, n=20)
+
+
+def _gated(name: str, case: ProductCase = GATED, **fields: Any) -> ProductCase:
+    return dataclasses.replace(case, name=name, **fields)
+
+
+def _activations(case: ProductCase) -> list[ProductCase]:
+    kinds = itertools.product(ACTIVATIONS, ("float32", "bfloat16", "float16"))
+    return [_gated(f"{name}-{dtype}", case, activation=name, dtype=dtype) for name, dtype in kinds]
+
+
+GATED_CASES = (
+    *_activations(dataclasses.replace(GATED, sizes=(5, 0, 20, 7))),
+    _gated("of_one_row", rows=1, sizes=(0, 0, 1, 0)),
+    _gated("no_rows", rows=0),
+    _gated("no_n", n=0),
+    _gated("no_k", k=0),
+    _gated("no_groups", groups=0),
+)
+GLU_CASES = (
+    *_activations(GLU),
+    _gated("leading", GLU, leading=(2, 3)),
+)
+
+
+def inputs_of(case: ProductCase, seed: int = 0) -> MatmulInputs:
     """A backend's inputs."""
     args, kwargs = case.arguments(seed)
-    return GroupedMatmul().prepare(*args, **kwargs)
+    op = {GroupedMatmulCase: GroupedMatmul, GatedGroupedMatmulCase: GatedGroupedMatmul, GluCase: Glu}[type(case)]
+    inputs: MatmulInputs = op().prepare(*args, **kwargs)
+    return inputs
 
 
 def cotangent_of(inputs: MatmulInputs, seed: int = 1) -> Any:
@@ -87,113 +115,143 @@ def random_sizes(random: np.random.Generator, rows: int, groups: int) -> np.ndar
     return np.where(random.random(groups) < 0.15, -random.integers(0, 9, groups), sizes).astype(np.int32)
 
 
-def check(got: Found, want: Found, where: str = "") -> None:
-    assert got.keys() == want.keys()
-    for name, exact in want.items():
-        rounded = np.asarray(jnp.asarray(exact, got[name].dtype), np.float64)  # what no result can do better than
-        said = violations(np.asarray(got[name]), exact, rounded)
-        assert not said, f"{name} {where}: {said}"
+def run(backend: Backend[Any, Any, Any, Any], inputs: MatmulInputs, d_out: Any, params: tuple[Any, Any]) -> Found:
+    """Result and gradients, of gated ones from the pre-activations that are kept."""
+    return named(*run_both(backend, inputs, d_out, params, kept))
 
 
-class GroupedConformance:
-    """A backend gives what the definition gives in float64, in every case and direction that it declares to support."""
+def kept(results: MatmulResults) -> Any:
+    return results[1:] if len(results) > 1 and results[1] is not None else None
 
-    backend: ClassVar[Backend[Any, Any, Any, Any]]
 
-    def machine(self) -> AbstractContextManager[Any]:
-        """What stands in for the device, if it is not there."""
-        return contextlib.nullcontext()
+def named(results: MatmulResults, gradients: dict[str, Any]) -> Found:
+    return {"out": results.out, **{f"d_{name}": x for name, x in gradients.items()}}
 
-    def device(self) -> Device:
-        """The device that the backend is asked about."""
-        return current_device()
 
-    def adapted(self, case: GroupedMatmulCase) -> GroupedMatmulCase:
-        """The case, in dtypes that the backend serves."""
-        return case
+class ProductConformance(Conformance[Any, MatmulInputs]):
+    """A backend of a matmul with groups or gates; ``params`` gives those of the forward and of the backward pass."""
 
-    def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
-        """Params of the forward and of the backward pass."""
-        raise NotImplementedError
+    named = staticmethod(named)
+    residuals = staticmethod(kept)
+    rounded: ClassVar[float] = 2.0
+    """The factor of the policy."""
 
-    def reasons(self, inputs: MatmulInputs, direction: Direction) -> list[str]:
-        return self.backend.not_supported_reasons(inputs, self.device(), direction)
+    def inputs(self, case: Any) -> MatmulInputs:
+        return inputs_of(case)
 
-    def compiled(self, inputs: MatmulInputs) -> Any:
-        """All that the backend declares to support of a call, as a function; skips the test if that is nothing."""
-        if declined := self.reasons(inputs, "forward"):
-            pytest.skip("; ".join(declined))
-        forward, backward = self.params(inputs)
-        if self.reasons(inputs, "backward"):
-            backward = None
+    def cotangents(self, inputs: MatmulInputs) -> Any:
+        return cotangent_of(inputs)
 
-        @jax.jit
-        def both(inputs: MatmulInputs, d_out: Any) -> Found:
-            found = {"out": self.backend.forward(inputs, forward).out}
-            if backward is not None:
-                gradients = self.backend.backward(inputs, None, d_out, backward)
-                found |= {f"d_{name}": gradient for name, gradient in gradients.items()}
-            return found
+    def dtypes(self, inputs: MatmulInputs) -> dict[str, Any]:
+        return {"out": inputs.out_dtype}
 
-        def run(inputs: MatmulInputs, d_out: Any) -> Found:
-            with self.machine():
-                return jax.block_until_ready(both(inputs, d_out))
+    def oracle(self, inputs: MatmulInputs, cotangents: Any) -> tuple[Found, None]:
+        return oracle(inputs, cotangents), None
 
-        return run
+    def factor(self, case: Any) -> float:
+        return self.rounded
 
-    def check(self, got: Found, inputs: MatmulInputs, d_out: Any, where: str = "") -> None:
-        want = oracle(inputs, d_out)
-        check(got, {name: want[name] for name in got}, where)
+    def check_sizes(self, inputs: MatmulInputs, count: int, seed: int) -> None:
+        """One program for sizes of any kind: they are data."""
+        d_out, run, random = cotangent_of(inputs), self.compiled(inputs), np.random.default_rng(seed)
+        for _ in range(count):
+            sizes = random_sizes(random, len(inputs.lhs), len(inputs.rhs))
+            each = inputs.replace(group_sizes=jnp.asarray(sizes))
+            self.check(run(each, d_out), each, d_out, self.rounded, str(sizes))
 
-    @pytest.mark.parametrize("name", CASES)
-    def test_results_and_gradients(self, name: str):
-        inputs = inputs_of(self.adapted(CASES[name]))
+    def check_mapped(self, inputs: MatmulInputs, names: Sequence[str], every: Sequence[Sequence[bool]]) -> None:
+        """Calls of vmap over some of these fields: each gives what it gives alone."""
+        random, d_out = np.random.default_rng(5), cotangent_of(inputs)
+        sizes = jnp.asarray([random_sizes(random, len(inputs.lhs), len(inputs.rhs)) for _ in range(3)])
+        stacks = {name: jnp.stack([x, 2 * x, -x]) for name in names if (x := getattr(inputs, name)) is not None}
+        stacks["group_sizes"] = sizes
+        inputs = inputs.replace(group_sizes=sizes[0])
+        params = self.params_of(inputs.structs)
+        for mapped in every:
+            given = {name: stacks[name] for name, flag in zip(names, mapped, strict=True) if flag}
+
+            def call(given: Any, inputs: MatmulInputs = inputs) -> Found:
+                return run(self.backend, inputs.replace(**given), d_out, params)
+
+            with type(self).machine():
+                got = jax.block_until_ready(jax.jit(jax.vmap(call))(given))
+            for i in range(3):
+                one = inputs.replace(**{name: x[i] for name, x in given.items()})
+                self.check({name: x[i] for name, x in got.items()}, one, d_out, self.rounded, str(mapped))
+
+    def of_nobody(self, case: Any, count: int, poison: float, of_cotangent: float) -> Poisoned:
+        """The rows behind those of groups: neither their values nor those of their cotangents count."""
+        inputs = inputs_of(case)
         d_out = cotangent_of(inputs)
-        got = self.compiled(inputs)(inputs, d_out)
-        assert {each: x.dtype.name for each, x in got.items()} == {
-            each: dtype
-            for each, dtype in (
-                ("out", inputs.out_dtype),
-                ("d_lhs", inputs.lhs.dtype.name),
-                ("d_rhs", inputs.rhs.dtype.name),
-            )
-            if each in got
-        }
-        self.check(got, inputs, d_out)
+        poisoned = inputs.replace(lhs=inputs.lhs.at[count:].set(poison)), d_out.at[count:].set(of_cotangent)
+        behind = slice(count, None)
+        return Poisoned((inputs, d_out), poisoned, zero={"out": behind, "d_lhs": behind})
+
+
+class GroupedConformance(ProductConformance):
+    """A backend of ``grouped_matmul``."""
+
+    cases = tuple(CASES.values())
+    repeated = FUZZED
+    poisons = ("rows of nobody are NaN", "rows of nobody are infinite", "a group")
 
     @pytest.mark.parametrize("transposed", [False, True])
     def test_sizes_of_any_kind(self, transposed: bool):
-        """One program for all of them: sizes are data."""
-        inputs = inputs_of(dataclasses.replace(self.adapted(FUZZED), transpose_rhs=transposed))
-        d_out, run, random = cotangent_of(inputs), self.compiled(inputs), np.random.default_rng(2)
-        for _ in range(40):
-            sizes = random_sizes(random, FUZZED.rows, FUZZED.groups)
-            each = inputs.replace(group_sizes=jnp.asarray(sizes))
-            self.check(run(each, d_out), each, d_out, str(sizes))
+        self.check_sizes(inputs_of(dataclasses.replace(self.adapted(FUZZED), transpose_rhs=transposed)), 40, 2)
 
-    def test_rows_of_nobody_reach_nothing(self):
-        """Neither their NaN nor that of their cotangents; in their places there are zeros."""
-        inputs = inputs_of(dataclasses.replace(self.adapted(FUZZED), sizes=(9, 0, 5, 8, 0, 4, 6)))
-        clean_cotangent = cotangent_of(inputs)
-        run, count = self.compiled(inputs), 32
-        want = run(inputs, clean_cotangent)
-        for poison in (np.nan, np.inf):
-            lhs, d_out = (x.at[count:].set(poison) for x in (inputs.lhs, clean_cotangent))
-            got = run(inputs.replace(lhs=lhs), d_out)
-            jax.tree.map(np.testing.assert_array_equal, got, want)
-        for name in got.keys() & {"out", "d_lhs"}:
-            assert not np.any(got[name][count:])
-
-    def test_a_group_that_is_not_finite_spoils_no_other(self):
+    def poisoned(self, poison: str) -> Poisoned:
+        if poison != "a group":
+            value = np.nan if poison.endswith("NaN") else np.inf
+            return self.of_nobody(
+                dataclasses.replace(self.adapted(FUZZED), sizes=(9, 0, 5, 8, 0, 4, 6)), 32, value, value
+            )
         inputs = inputs_of(dataclasses.replace(self.adapted(FUZZED), sizes=(9, 0, 13, 8, 4, 4, 6)))
-        d_out, run = cotangent_of(inputs), self.compiled(inputs)
-        want = run(inputs, d_out)
-        got = run(inputs.replace(lhs=inputs.lhs.at[12].set(jnp.nan)), d_out)
-        others = np.arange(FUZZED.rows) != 12
-        assert np.all(np.isnan(got["out"][12]))
-        np.testing.assert_array_equal(got["out"][others], want["out"][others])
-        if "d_rhs" in got:
-            np.testing.assert_array_equal(got["d_lhs"], want["d_lhs"])
-            others = np.arange(FUZZED.groups) != 2
-            assert np.all(np.isnan(got["d_rhs"][2]))
-            np.testing.assert_array_equal(got["d_rhs"][others], want["d_rhs"][others])
+        spoiled, d_out = inputs.replace(lhs=inputs.lhs.at[12].set(jnp.nan)), cotangent_of(inputs)
+        return Poisoned((inputs, d_out), (spoiled, d_out), {"out": 12, "d_rhs": 2})
+
+
+class GluConformance(ProductConformance):
+    """A backend of ``glu``; pre-activations and their gradients are rounded, too, so three roundings count."""
+
+    cases = GLU_CASES
+    repeated = GLU
+    rounded = 4.0
+    poisons: ClassVar[Sequence[str]] = ("a row",)
+
+    def poisoned(self, poison: str) -> Poisoned:
+        inputs = inputs_of(GLU)
+        d_out, spoiled = cotangent_of(inputs), inputs.replace(lhs=inputs.lhs.at[2, 3].set(jnp.nan))
+        return Poisoned((inputs, d_out), (spoiled, d_out), {"out": 2, "d_lhs": 2, "d_rhs": ..., "d_up": ...})
+
+
+class GatedConformance(GluConformance):
+    """A backend of ``gated_grouped_matmul``."""
+
+    cases = GATED_CASES
+    repeated = GATED
+    poisons = ("rows of nobody",)
+    recomputing: ClassVar[Any]
+    """Params of a backward pass that computes the pre-activations again."""
+    recomputed_within: ClassVar[float] = 0.0
+
+    def test_sizes_of_any_kind(self):
+        self.check_sizes(inputs_of(dataclasses.replace(GATED, k=33, n=37)), 12, 3)
+
+    def poisoned(self, poison: str) -> Poisoned:
+        return self.of_nobody(dataclasses.replace(GATED, sizes=(5, 0, 20, 7)), 32, np.nan, np.inf)
+
+    @pytest.mark.parametrize("offset", [1, -1, 3, 2**31 - 1])
+    def test_matrices_of_some_groups(self, offset: int):
+        inputs = inputs_of(dataclasses.replace(GATED, sizes=(9, 8, 13, 4)))
+        assert inputs.up is not None
+        of_two = {"rhs": inputs.rhs[:2], "up": inputs.up[:2], "group_offset": jnp.int32(offset)}
+        self.run_and_check(inputs.replace(**of_two), self.rounded)
+
+    def test_recomputing_gives_the_same(self):
+        inputs = inputs_of(GATED)
+        d_out, (forward, backward) = cotangent_of(inputs), self.params_of(inputs.structs)
+        call = lambda backward: jax.jit(functools.partial(run, self.backend, params=(forward, backward)))(inputs, d_out)
+        with type(self).machine():
+            got, want = (jax.block_until_ready(call(each)) for each in (self.recomputing, backward))
+        for name, x in want.items():
+            np.testing.assert_allclose(got[name], x, self.recomputed_within, self.recomputed_within)

@@ -1,12 +1,13 @@
-"""The grouped matmul and its gradients by their definition, in NumPy and float64, one group after another."""
+"""Matmuls with groups or gates and their gradients by their definition, in NumPy and float64, group by group."""
 
+import math
 from typing import Any
 
 import numpy as np
 
+from tests.kernels.conformance import Found
+from tests.kernels.matmul.gates import gate_oracle
 from tilewright.kernels.matmul.inputs import MatmulInputs
-
-type Found = dict[str, Any]
 
 
 def segments(sizes: Any, rows: int, matrices: int, offset: int = 0) -> list[tuple[int, slice]]:
@@ -29,8 +30,17 @@ def _scaled(array: Any, scale: Any, axes: tuple[int, ...]) -> Any:
     return np.broadcast_to(scale, array.shape)
 
 
+def _groups(inputs: MatmulInputs, rows: int, matrices: int) -> list[tuple[int, slice]]:
+    if inputs.group_sizes is None:
+        return [(0, slice(rows))]
+    offset = 0 if inputs.group_offset is None else int(inputs.group_offset)
+    return segments(inputs.group_sizes, rows, matrices, offset)
+
+
 def oracle(inputs: MatmulInputs, d_out: Any) -> Found:
     """The result, and the gradients of lhs and rhs, for a cotangent of the result."""
+    if inputs.up is not None:
+        return _gated(inputs, d_out)
     lhs, rhs, d_out = (np.asarray(x).astype(np.float64) for x in (inputs.lhs, inputs.rhs, d_out))
     of_lhs, of_rhs = _scaled(lhs, inputs.lhs_scale, (1,)), _scaled(rhs, inputs.rhs_scale, (1, 2))
     lhs, rhs = lhs * of_lhs, rhs * of_rhs
@@ -38,8 +48,7 @@ def oracle(inputs: MatmulInputs, d_out: Any) -> Found:
     matrices = rhs.transpose(0, 2, 1) if transposed else rhs
     out = np.zeros((lhs.shape[0], matrices.shape[2]))
     d_lhs, d_matrices = np.zeros_like(lhs), np.zeros_like(matrices)
-    offset = 0 if inputs.group_offset is None else int(inputs.group_offset)
-    for matrix, rows in segments(inputs.group_sizes, lhs.shape[0], rhs.shape[0], offset):
+    for matrix, rows in _groups(inputs, len(lhs), len(rhs)):
         out[rows] = lhs[rows] @ matrices[matrix]
         d_lhs[rows] = d_out[rows] @ matrices[matrix].T
         d_matrices[matrix] = lhs[rows].T @ d_out[rows]
@@ -47,3 +56,17 @@ def oracle(inputs: MatmulInputs, d_out: Any) -> Found:
     with np.errstate(invalid="ignore"):  # scales behind the last group may be anything
         owned = d_lhs != 0
         return {"out": out, "d_lhs": np.where(owned, d_lhs * of_lhs, 0), "d_rhs": d_rhs * of_rhs}
+
+
+def _gated(inputs: MatmulInputs, d_out: Any) -> Found:
+    """The same of a gated op, of which rhs is the gate's matrix; without groups rows have any leading dimensions."""
+    arrays = inputs.lhs, d_out
+    lhs, d_out = (np.asarray(x).astype(np.float64).reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in arrays)
+    gate, up = (np.asarray(x).reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in (inputs.rhs, inputs.up))
+    of_lhs, of_gate, of_up = np.zeros(lhs.shape), np.zeros(gate.shape), np.zeros(up.shape)
+    out = np.zeros(d_out.shape)
+    for matrix, rows in _groups(inputs, len(lhs), len(gate)):
+        one = gate_oracle(str(inputs.activation), lhs[rows], gate[matrix], up[matrix], d_out[rows])
+        out[rows], of_lhs[rows], of_gate[matrix], of_up[matrix] = (one[x] for x in ("out", "d_x", "d_gate", "d_up"))
+    found = {"out": out.reshape(arrays[1].shape), "d_lhs": of_lhs.reshape(arrays[0].shape)}
+    return found | {"d_rhs": of_gate.reshape(inputs.rhs.shape), "d_up": of_up.reshape(inputs.rhs.shape)}

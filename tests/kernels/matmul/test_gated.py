@@ -1,6 +1,7 @@
-"""The gated grouped matmul: results and gradients, rows of nobody, residuals, and how it is split and refused."""
+"""The gated ops: results and gradients, residuals, and how they are split and refused."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,77 +11,59 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tests.kernels.matmul.gates import gate_oracle, near
-from tests.kernels.matmul.grouped_conformance import random_sizes
-from tests.kernels.matmul.grouped_oracle import segments
+from tests.kernels.matmul.gates import near
+from tests.kernels.matmul.grouped_conformance import GATED, GLU, cotangent_of, inputs_of
+from tests.kernels.matmul.grouped_oracle import oracle
 from tests.kernels.matmul.test_grouped_sharding import mesh_of, put
-from tilewright.kernels.matmul.cases import GatedGroupedMatmulCase
-from tilewright.kernels.matmul.xla.params import XlaBlockParams, XlaGatedBackwardParams
-from tilewright.kernels.numerics.activations import ACTIVATIONS
+from tilewright.kernels.matmul.cases import ProductCase
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.xla.params import XlaBlockParams, XlaGatedBackwardParams, XlaGluBackwardParams
 from tilewright.kernels.op.choice import Choice, PerDirection
-from tilewright.modules import gated_grouped_matmul, grouped_matmul
+from tilewright.modules import gated_grouped_matmul, glu, grouped_matmul
 from tilewright.ops.utils.serialize import tagged, untagged
 
-BASE = GatedGroupedMatmulCase("", rows=37, k=24, n=20, groups=4)
-RECOMPUTING = PerDirection(backward=Choice("xla", XlaGatedBackwardParams(8, recompute=True)))
+CASES = {"grouped": GATED, "glu": GLU}
+RECOMPUTING = {
+    "grouped": PerDirection(backward=Choice("xla", XlaGatedBackwardParams(8, recompute=True))),
+    "glu": PerDirection(backward=Choice("xla", XlaGluBackwardParams(recompute=True))),
+}
 
 
-def arrays_of(**fields: Any) -> tuple[Any, ...]:
-    case = dataclasses.replace(BASE, **fields)
-    arrays, _ = case.arguments()
-    d_out = np.random.default_rng(1).standard_normal((case.rows, case.n))
-    return *arrays, jnp.asarray(d_out, case.dtype)
+def arrays_of(case: ProductCase = GATED, **fields: Any) -> tuple[Any, ...]:
+    """The arguments of a call, and cotangents of its result."""
+    case = dataclasses.replace(case, **fields)
+    return *case.arguments()[0], cotangent_of(inputs_of(case))
 
 
-def all_of(lhs: Any, gate: Any, up: Any, sizes: Any, d_out: Any, **options: Any) -> dict[str, Any]:
-    out, pull_back = jax.vjp(lambda *xs: gated_grouped_matmul(*xs, sizes, **options), lhs, gate, up)
+glu_arrays_of = functools.partial(arrays_of, GLU)
+
+
+def all_of(rows: Any, gate: Any, up: Any, *rest: Any, **options: Any) -> dict[str, Any]:
+    """Results and gradients of a call of either op, of which the grouped one has sizes before the cotangents."""
+    *sizes, d_out = rest
+    op: Any = gated_grouped_matmul if sizes else glu
+    out, pull_back = jax.vjp(lambda *xs: op(*xs, *sizes, **options), rows, gate, up)
     return {"out": out, **dict(zip(("d_lhs", "d_gate", "d_up"), pull_back(d_out), strict=True))}
 
 
-def expected(lhs: Any, gate: Any, up: Any, sizes: Any, d_out: Any, activation: str = "silu") -> dict[str, Any]:
-    """Each group by the definition of one gated linear unit, in float64."""
-    lhs, gate, up, d_out = (np.asarray(x).astype(np.float64) for x in (lhs, gate, up, d_out))
-    found = {"out": np.zeros(d_out.shape), "d_lhs": np.zeros_like(lhs)}
-    found |= {"d_gate": np.zeros_like(gate), "d_up": np.zeros_like(up)}
-    for matrix, rows in segments(sizes, lhs.shape[0], gate.shape[0]):
-        one = gate_oracle(activation, lhs[rows], gate[matrix], up[matrix], d_out[rows])
-        found["out"][rows], found["d_lhs"][rows] = one["out"], one["d_x"]
-        found["d_gate"][matrix], found["d_up"][matrix] = one["d_gate"], one["d_up"]
-    return found
+def expected(rows: Any, gate: Any, up: Any, *rest: Any, activation: str = "silu") -> dict[str, Any]:
+    """The same by the definition, in float64."""
+    *sizes, d_out = rest
+    inputs = MatmulInputs(rows, gate, "float32", up, sizes[0] if sizes else None, activation=activation)
+    found = oracle(inputs, d_out)
+    return found | {"d_gate": found.pop("d_rhs")}
 
 
-@pytest.mark.parametrize(
-    ("activation", "dtype"),
-    [(name, dtype) for name in ACTIVATIONS for dtype in ("float32", "bfloat16", "float16")],
-)
-def test_results_and_gradients(activation: Any, dtype: str):
-    arrays = arrays_of(dtype=dtype, sizes=(5, 0, 20, 7))
-    got = jax.jit(lambda *xs: all_of(*xs, activation=activation))(*arrays)
-    assert {x.dtype.name for x in got.values()} == {dtype}
-    near(got, expected(*arrays, activation=activation))
-
-
-def test_sizes_of_any_kind():
-    lhs, gate, up, _, d_out = arrays_of()
-    run, random = jax.jit(all_of), np.random.default_rng(3)
-    for _ in range(12):
-        sizes = random_sizes(random, BASE.rows, BASE.groups)
-        near(run(lhs, gate, up, jnp.asarray(sizes), d_out), expected(lhs, gate, up, sizes, d_out), str(sizes))
-
-
-@pytest.mark.parametrize("shape", [{"rows": 1, "sizes": (0, 0, 1, 0)}, {"rows": 0}, {"n": 0}, {"k": 0}, {"groups": 0}])
-def test_small_and_empty_ones(shape: Any):
-    arrays = arrays_of(**shape)
-    near(all_of(*arrays), expected(*arrays))
-
-
-def test_rows_of_nobody_reach_nothing():
-    lhs, gate, up, sizes, d_out = arrays_of(sizes=(5, 0, 20, 7))
-    want = jax.jit(all_of)(lhs, gate, up, sizes, d_out)
-    got = jax.jit(all_of)(lhs.at[32:].set(jnp.nan), gate, up, sizes, d_out.at[32:].set(jnp.inf))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert not np.any(got["out"][32:])
-    assert not np.any(got["d_lhs"][32:])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name: str, dtype: str):
+    """By the functions; each activation is among the cases of the backends."""
+    fields: dict[str, Any] = {"sizes": (5, 0, 20, 7)} if name == "grouped" else {"leading": (2, 3)}
+    arrays = arrays_of(CASES[name], dtype=dtype, **fields)
+    for cfg in (None, RECOMPUTING[name]):
+        got = jax.jit(functools.partial(all_of, activation="gelu", cfg=cfg))(*arrays)
+        assert {x.dtype.name for x in got.values()} == {dtype}
+        near(got, expected(*arrays, activation="gelu"))
 
 
 def test_it_is_two_grouped_matmuls():
@@ -91,75 +74,103 @@ def test_it_is_two_grouped_matmuls():
     )
 
 
-def test_recomputing_gives_the_same():
-    arrays = arrays_of()
-    got, want = (jax.jit(lambda *xs, cfg=cfg: all_of(*xs, cfg=cfg))(*arrays) for cfg in (RECOMPUTING, None))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), got, want)
-
-
-def test_recomputing_keeps_no_pre_activations():
+@pytest.mark.parametrize(("name", "share"), [("grouped", 0.4), ("glu", 0.6)])
+def test_recomputing_keeps_no_pre_activations(name: str, share: float):
     """Of eight layers each would keep two arrays of 4 MB."""
-    case = GatedGroupedMatmulCase("", rows=2048, k=8, n=512, groups=2)
-    (lhs, gate, up, sizes), _ = case.arguments()
+    fields = {"rows": 2048, "k": 8, "n": 512} | ({"groups": 2} if name == "grouped" else {})
+    x, *rest, _ = arrays_of(CASES[name], **fields)
 
     def temporary_bytes(cfg: Any) -> int:
-        def loss(lhs: Any, gate: Any, up: Any) -> Any:
-            layer = lambda x, _: (gated_grouped_matmul(x, gate, up, sizes, cfg=cfg)[:, :8], None)
-            return jax.lax.scan(layer, lhs, length=8)[0].sum()
+        def loss(x: Any, *rest: Any) -> Any:
+            if name == "grouped":
+                return jax.lax.scan(lambda x, _: (gated_grouped_matmul(x, *rest, cfg=cfg)[:, :8], None), x, length=8)[
+                    0
+                ].sum()
+            for _ in range(8):  # not lax.scan: in one computation XLA would find what is computed twice
+                x = glu(x, *rest, cfg=cfg)[:, :8]
+            return x.sum()
 
-        compiled = jax.jit(jax.grad(loss)).lower(lhs, gate, up).compile()
+        wanted = (0, 1, 2) if name == "grouped" else 0
+        compiled = jax.jit(jax.grad(loss, wanted)).lower(x, *rest).compile()
         return int(compiled.memory_analysis().temp_size_in_bytes)
 
-    assert temporary_bytes(RECOMPUTING) < 0.4 * temporary_bytes(None)
+    assert temporary_bytes(RECOMPUTING[name]) < share * temporary_bytes(None)
 
 
 @pytest.mark.parametrize(
-    ("of_lhs", "of_matrices"),
-    [(P("x", None), P()), (P(), P(None, None, "x")), (P(), P("x", None, None)), (P("x", None), P("y", None, None))],
+    ("name", "of_rows", "of_matrices", "of_out"),
+    [
+        ("grouped", P("x", None), P(), P("x", None)),
+        ("grouped", P(), P(None, None, "x"), P(None, "x")),
+        ("grouped", P(), P("x", None, None), P(None, None)),
+        ("grouped", P("x", None), P("y", None, None), P("x", None)),
+        ("glu", P("x", None), P(), P("x", None)),
+        ("glu", P(), P(None, "x"), P(None, "x")),
+        ("glu", P("x", None), P(None, "y"), P("x", "y")),
+    ],
 )
-def test_split(of_lhs: P, of_matrices: P):
-    lhs, gate, up, _, d_out = arrays_of(rows=24, k=16)
-    sizes = jnp.array([5, -3, 0, 14])
+def test_split(name: str, of_rows: P, of_matrices: P, of_out: P):
+    arrays = arrays_of(CASES[name], rows=24, k=16)
+    if name == "grouped":
+        arrays = (*arrays[:3], jnp.array([5, -3, 0, 14]), arrays[4])
     mesh = mesh_of()
-    of_out = P(of_lhs[0] if of_lhs else None, of_matrices[2] if of_matrices else None)
+    of_sizes = [P()] if name == "grouped" else []
     with jax.set_mesh(mesh):
-        placed = put(mesh, (lhs, gate, up, sizes, d_out), (of_lhs, of_matrices, of_matrices, P(), of_out))
-        got = jax.jit(all_of)(*placed)
-    near(got, expected(lhs, gate, up, sizes, d_out))
+        got = jax.jit(all_of)(*put(mesh, arrays, (of_rows, of_matrices, of_matrices, *of_sizes, of_out)))
+    near(got, expected(*arrays))
     assert tuple(jax.typeof(got["out"]).sharding.spec)[:2] == tuple(of_out)
 
 
-@pytest.mark.parametrize("specs", [(P(), P(None, "x", None), P(None, "x", None)), (P(), P("x", None, None), P())])
-def test_splits_that_it_does_not_take(specs: Any):
-    lhs, gate, up, sizes, _ = arrays_of(rows=24, k=16)
+@pytest.mark.parametrize(
+    ("name", "specs"),
+    [
+        ("gated_grouped_matmul", (P(), P(None, "x", None), P(None, "x", None))),
+        ("gated_grouped_matmul", (P(), P("x", None, None), P())),
+        ("glu", (P(None, "x"), P("x", None), P("x", None))),
+    ],
+)
+def test_splits_that_they_do_not_take(name: str, specs: Any):
+    (*arrays, _), op = (arrays_of(rows=24, k=16), gated_grouped_matmul) if "grouped" in name else (glu_arrays_of(), glu)
     mesh = mesh_of()
     with jax.set_mesh(mesh):
-        placed = put(mesh, (lhs, gate, up), specs)
-        with pytest.raises(ValueError, match="gated_grouped_matmul: gate and up must be split alike, and k be whole"):
-            jax.jit(gated_grouped_matmul)(*placed, sizes)
+        placed = put(mesh, arrays[:3], specs)
+        with pytest.raises(ValueError, match=f"{name}: gate and up must be split alike, and k be whole"):
+            jax.jit(op)(*placed, *arrays[3:])
 
 
 @pytest.mark.parametrize(
-    ("said", "change"),
+    ("op", "said", "change"),
     [
-        (r"activation='swish' must be one of 'silu', 'gelu'", {"activation": "swish"}),
-        (r"gate and up must have the same shape", {"up": jnp.ones((4, 24, 21))}),
-        (r"gate must have a matrix for each of 4 groups", {"gate": jnp.ones((3, 24, 20))}),
-        (r"lhs has k=24, and axis 1 of gate", {"gate": jnp.ones((4, 23, 20))}),
-        (r"must not be negative, got \[1, 2, -3, 4\]", {"group_sizes": [1, 2, -3, 4]}),
+        (gated_grouped_matmul, r"activation='swish' must be one of 'silu', 'gelu'", {"activation": "swish"}),
+        (gated_grouped_matmul, r"gate and up must have the same shape", {"up": jnp.ones((4, 24, 21))}),
+        (gated_grouped_matmul, r"gate must have a matrix for each of 4 groups", {"gate": jnp.ones((3, 24, 20))}),
+        (gated_grouped_matmul, r"lhs has k=24, and axis 1 of gate", {"gate": jnp.ones((4, 23, 20))}),
+        (gated_grouped_matmul, r"must not be negative, got \[1, 2, -3, 4\]", {"group_sizes": [1, 2, -3, 4]}),
+        (glu, r"x must be a floating-point array \[\.\.\., k\]", {"x": jnp.ones((3, 24), jnp.int32)}),
+        (glu, r"gate must be a floating-point array \[k, n\] with k=23", {"x": jnp.ones((3, 23))}),
+        (glu, r"up must be a floating-point array", {"up": jnp.ones((24, 21))}),
+        (glu, r"activation='gelu_new' must be one of", {"activation": "gelu_new"}),
     ],
 )
-def test_what_it_does_not_take(said: str, change: Any):
-    given = dict(zip(("lhs", "gate", "up", "group_sizes"), arrays_of(), strict=False))
+def test_what_they_do_not_take(op: Any, said: str, change: Any):
+    names, arrays = (
+        (("x", "gate", "up"), glu_arrays_of()) if op is glu else (("lhs", "gate", "up", "group_sizes"), arrays_of())
+    )
     with pytest.raises(ValueError, match=said):
-        gated_grouped_matmul(**given | change)
+        op(**dict(zip(names, arrays, strict=False)) | change)
 
 
 def test_params():
-    for params in (XlaBlockParams(16), XlaGatedBackwardParams(32, recompute=True)):
+    for params in (
+        XlaBlockParams(16),
+        XlaGatedBackwardParams(32, recompute=True),
+        XlaGluBackwardParams(recompute=True),
+    ):
         assert untagged(tagged(params)) == params
     with pytest.raises(TypeError, match=r"needs a bool, got self\.recompute=1"):
         XlaGatedBackwardParams(8, recompute=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="needs a bool"):
+        XlaGluBackwardParams(recompute=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -3,20 +3,25 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
+from tests.kernels.conformance import check, check_candidates
 from tests.kernels.conftest import A100, H100
 from tests.kernels.matmul.gates import near
-from tests.kernels.matmul.grouped_conformance import CASES, GroupedConformance, check, inputs_of
+from tests.kernels.matmul.grouped_conformance import (
+    CASES,
+    GATED,
+    GroupedConformance,
+    cotangent_of,
+    inputs_of,
+    run,
+)
 from tests.kernels.matmul.grouped_oracle import oracle
-from tests.kernels.matmul.test_gated import all_of, arrays_of, expected
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.matmul.cases import GroupedMatmulCase
@@ -25,10 +30,8 @@ from tilewright.kernels.matmul.hopper.backend import HopperGatedGroupedMatmul, H
 from tilewright.kernels.matmul.hopper.params import HopperGatedBackwardParams, HopperGroupedBackwardParams
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul
-from tilewright.kernels.op.backend import Backend
-from tilewright.kernels.op.choice import Choice, PerDirection
+from tilewright.kernels.numerics.activations import ACTIVATIONS
 from tilewright.ops.types import Device
-from tilewright.ops.utils.serialize import tagged, untagged
 
 BACKEND = HopperGroupedMatmul()
 SMALL = MatmulParams(64, 64, 2, band=2)
@@ -47,13 +50,9 @@ def few_sms() -> Iterator[None]:
 class TestHopper(GroupedConformance):
     """Two consumers, and a cluster along the rows."""
 
-    backend: ClassVar[Backend[Any, Any, Any, Any]] = BACKEND
-
-    def machine(self) -> AbstractContextManager[Any]:
-        return interpret_mosaic()
-
-    def device(self) -> Device:
-        return H100
+    backend = BACKEND
+    device = H100
+    machine = staticmethod(interpret_mosaic)
 
     def adapted(self, case: GroupedMatmulCase) -> GroupedMatmulCase:
         return dataclasses.replace(case, dtype="float16" if case.dtype == "float16" else "bfloat16", rhs_dtype=None)
@@ -64,14 +63,9 @@ class TestHopper(GroupedConformance):
 
 def everything(case: GroupedMatmulCase, forward: MatmulParams, backward: HopperGroupedBackwardParams) -> None:
     inputs = inputs_of(case)
-    d_out = jnp.asarray(np.random.default_rng(0).standard_normal(inputs.out_shape), inputs.out_dtype)
-
-    def both(inputs: Any, d_out: Any) -> dict[str, Any]:
-        gradients = BACKEND.backward(inputs, None, d_out, backward)
-        return {"out": BACKEND.forward(inputs, forward).out} | {f"d_{name}": x for name, x in gradients.items()}
-
+    d_out, params = cotangent_of(inputs), (forward, backward)
     with interpret_mosaic(detect_races=case.rows < 200):
-        got = jax.block_until_ready(jax.jit(both)(inputs, d_out))
+        got = jax.block_until_ready(jax.jit(lambda *call: run(BACKEND, *call, params))(inputs, d_out))
     check(got, oracle(inputs, d_out))
 
 
@@ -110,28 +104,24 @@ def test_no_races(params: MatmulParams):
     everything(case, params, HopperGroupedBackwardParams(params, params))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "identity"])
-@pytest.mark.parametrize("recompute", [None, SMALL])
-@pytest.mark.usefixtures("on_an_h100")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("recompute", [None, MatmulParams(128, 128, 2)])
 def test_gated(activation: Any, recompute: MatmulParams | None):
-    params = MatmulParams(128, 128, 2)
-    backward = HopperGatedBackwardParams(SMALL, SMALL, None if recompute is None else params)
-    lhs, gate, up, sizes, d_out = arrays_of(rows=200, k=72, n=136, groups=3, dtype="bfloat16")
-    cfg = PerDirection(Choice("hopper", params), Choice("hopper", backward))
+    params = MatmulParams(128, 128, 2), HopperGatedBackwardParams(SMALL, SMALL, recompute)
+    case = dataclasses.replace(GATED, rows=200, k=72, n=136, groups=3, dtype="bfloat16", activation=activation)
+    inputs = inputs_of(case)
+    d_out, kernel = cotangent_of(inputs), HopperGatedGroupedMatmul()
     with interpret_mosaic():
-        run = jax.jit(functools.partial(all_of, activation=activation, cfg=cfg))
-        got = jax.block_until_ready(run(lhs, gate, up, sizes, d_out))
-    near(got, expected(lhs, gate, up, sizes, d_out, activation))
+        got = jax.block_until_ready(jax.jit(lambda *call: run(kernel, *call, params))(inputs, d_out))
+    near(got, oracle(inputs, d_out))
 
 
 def test_gated_without_gradients_stores_one_array():
-    lhs, gate, up, sizes, _ = arrays_of(rows=64, k=72, n=136, groups=2, dtype="bfloat16")
-    kernel = HopperGatedGroupedMatmul()
-    inputs = MatmulInputs(lhs, gate, "bfloat16", up, sizes, activation="silu", keeps=False)
+    inputs = inputs_of(dataclasses.replace(GATED, rows=64, k=72, n=136, groups=2, dtype="bfloat16"))
     with interpret_mosaic():
-        out, *rest = kernel.forward(inputs, MatmulParams(64, 128, 2))
+        out, *rest = HopperGatedGroupedMatmul().forward(inputs.replace(keeps=False), MatmulParams(64, 128, 2))
     assert rest == [None, None]
-    near({"out": out}, {"out": expected(lhs, gate, up, sizes, jnp.zeros_like(out))["out"]})
+    near({"out": out}, {"out": oracle(inputs, jnp.zeros_like(out))["out"]})
 
 
 def test_what_it_declines():
@@ -198,13 +188,7 @@ def test_params(rows: int, groups: int):
     struct = jax.ShapeDtypeStruct
     arrays = struct((rows, 64), "bfloat16"), struct((groups, 64, 4096), "bfloat16"), struct((groups,), "int32")
     inputs = GroupedMatmul().prepare(*arrays)  # type: ignore[arg-type]
-    for direction in ("forward", "backward"):
-        listed = list(BACKEND.candidates(inputs, H100, direction))
-        assert len(listed) == len(set(listed)) > 1
-        assert BACKEND.heuristic(inputs, H100, direction) == listed[0]
-        for params in listed:
-            assert untagged(tagged(params)) == params
-            assert not BACKEND.config_reasons(inputs, H100, direction, params)
+    check_candidates(BACKEND, inputs, H100)
     assert BACKEND.config_reasons(inputs, H100, "forward", MatmulParams(128, 256, 5))
 
 

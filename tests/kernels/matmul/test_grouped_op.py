@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import tilewright
-from tests.kernels.matmul.grouped_conformance import FUZZED, check, random_sizes
+from tests.kernels.conformance import check
+from tests.kernels.matmul.grouped_conformance import FUZZED, random_sizes
 from tests.kernels.matmul.grouped_oracle import oracle
 from tilewright.kernels.matmul import reference
 from tilewright.kernels.matmul.cases import GROUPED_CASES, GroupedMatmulCase

@@ -1,8 +1,7 @@
-"""Conformance of the Triton backend of the grouped matmul, by Triton's interpreter; its schedule and its params."""
+"""Conformance of the Triton backends of matmuls with groups or gates, by Triton's interpreter; schedule and params."""
 
 import dataclasses
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,80 +10,96 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.kernels.conformance import check, check_candidates
 from tests.kernels.conftest import A100, H100
-from tests.kernels.matmul.grouped_conformance import CASES, FUZZED, GroupedConformance, check, inputs_of, random_sizes
+from tests.kernels.matmul.grouped_conformance import (
+    CASES,
+    FUZZED,
+    GATED,
+    GLU,
+    GLU_CASES,
+    GatedConformance,
+    GluConformance,
+    GroupedConformance,
+    cotangent_of,
+    inputs_of,
+    random_sizes,
+    run,
+)
 from tests.kernels.matmul.grouped_oracle import oracle, segments
 from tilewright.kernels.matmul.cases import GroupedMatmulCase
 from tilewright.kernels.matmul.groups import row_tiles
 from tilewright.kernels.matmul.inputs import MatmulInputs
-from tilewright.kernels.matmul.triton.backend import TritonGroupedMatmul
-from tilewright.kernels.matmul.triton.params import TritonGroupedBackwardParams, TritonGroupedForwardParams
-from tilewright.kernels.op.backend import Backend
+from tilewright.kernels.matmul.ops.gated_grouped_matmul import GatedGroupedMatmul
+from tilewright.kernels.matmul.ops.glu import Glu
+from tilewright.kernels.matmul.triton.backend import TritonGatedGroupedMatmul, TritonGlu, TritonGroupedMatmul
+from tilewright.kernels.matmul.triton.params import (
+    TritonGatedBackwardParams,
+    TritonGatedForwardParams,
+    TritonGroupedBackwardParams,
+    TritonGroupedForwardParams,
+)
+from tilewright.kernels.matmul.xla.backend import XlaGlu
+from tilewright.kernels.op.choice import Choice
+from tilewright.kernels.triton import recorded_launches
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.kernels.triton.matmul import TritonTile
 from tilewright.ops.types import Device
-from tilewright.ops.utils.serialize import tagged, untagged
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 
 BACKEND = TritonGroupedMatmul()
 TILE = TritonTile(16, 16, 16, 1, 1)
+FORWARD, BACKWARD = TritonGatedForwardParams(TILE), TritonGatedBackwardParams(TILE, TILE)
 
 
 class TestTriton(GroupedConformance):
     """Tiles that are smaller than the arrays, so that there are several along each dimension."""
 
-    backend: ClassVar[Backend[Any, Any, Any, Any]] = BACKEND
-
-    def machine(self) -> AbstractContextManager[Any]:
-        return interpret_triton()
-
-    def device(self) -> Device:
-        return H100
+    backend = BACKEND
+    device = H100
+    machine = staticmethod(interpret_triton)
 
     def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
         return TritonGroupedForwardParams(TILE), TritonGroupedBackwardParams(TILE, TILE)
+
+    def test_vmap_is_one_launch_of_more_rows(self):
+        every = ((1, 1, 1), (0, 0, 1), (1, 0, 0), (0, 1, 1))
+        self.check_mapped(inputs_of(FUZZED), ("lhs", "rhs", "group_sizes"), every)
+
+
+class TestGated(GatedConformance):
+    backend = TritonGatedGroupedMatmul()
+    device = H100
+    machine = staticmethod(interpret_triton)
+    recomputing = dataclasses.replace(BACKWARD, recompute=TILE)
+
+    def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
+        return FORWARD, BACKWARD
+
+    def test_vmap_over_any_operand(self):
+        every = ((1, 0, 0, 1), (0, 1, 0, 0), (0, 0, 0, 1), (1, 1, 1, 1))
+        self.check_mapped(inputs_of(GATED), ("lhs", "rhs", "up", "group_sizes"), every)
+
+
+class TestGlu(GluConformance):
+    backend = TritonGlu()
+    device = H100
+    machine = staticmethod(interpret_triton)
+    cases = tuple(case for case in GLU_CASES if case.name in ("silu-float32", "leading"))
+
+    def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
+        return FORWARD, BACKWARD
 
 
 def test_first_choices():
     """Tiles that are larger than the arrays in every direction, and several columns."""
     inputs = inputs_of(GroupedMatmulCase("", rows=150, k=70, n=300, groups=3, dtype="bfloat16"))
-    d_out = jnp.asarray(np.random.default_rng(0).standard_normal(inputs.out_shape), jnp.bfloat16)
-    forward, backward = (BACKEND.heuristic(inputs, A100, each) for each in ("forward", "backward"))
-
-    def both(inputs: MatmulInputs, d_out: Any) -> dict[str, Any]:
-        gradients = BACKEND.backward(inputs, None, d_out, backward)
-        return {"out": BACKEND.forward(inputs, forward).out} | {f"d_{name}": x for name, x in gradients.items()}
-
+    d_out = cotangent_of(inputs)
+    params = BACKEND.heuristic(inputs, A100, "forward"), BACKEND.heuristic(inputs, A100, "backward")
     with interpret_triton():
-        got = jax.block_until_ready(jax.jit(both)(inputs, d_out))
+        got = jax.block_until_ready(jax.jit(lambda *call: run(BACKEND, *call, params))(inputs, d_out))
     check(got, oracle(inputs, d_out))
-
-
-def test_vmap_is_one_launch_of_more_rows():
-    inputs = inputs_of(FUZZED)
-    random = np.random.default_rng(5)
-    sizes = jnp.asarray([random_sizes(random, FUZZED.rows, FUZZED.groups) for _ in range(3)])
-    lhs, rhs = (jnp.stack([x, 2 * x, -x]) for x in (inputs.lhs, inputs.rhs))
-    d_out = jnp.asarray(random.standard_normal(inputs.out_shape), jnp.float32)
-    params = TritonGroupedForwardParams(TILE), TritonGroupedBackwardParams(TILE, TILE)
-
-    def both(lhs: Any, rhs: Any, sizes: Any) -> dict[str, Any]:
-        given = inputs.replace(lhs=lhs, rhs=rhs, group_sizes=sizes)
-        gradients = BACKEND.backward(given, None, d_out, params[1])
-        return {"out": BACKEND.forward(given, params[0]).out} | {f"d_{name}": x for name, x in gradients.items()}
-
-    for axes in ((0, 0, 0), (None, None, 0), (0, None, None), (None, 0, 0)):
-        given = [
-            stack if axis == 0 else one
-            for axis, one, stack in zip(axes, (inputs.lhs, inputs.rhs, sizes[0]), (lhs, rhs, sizes), strict=True)
-        ]
-        with interpret_triton():
-            got = jax.block_until_ready(jax.jit(jax.vmap(both, axes))(*given))
-        for i in range(3):
-            one = [x[i] if axis == 0 else x for x, axis in zip(given, axes, strict=True)]
-            each = inputs.replace(lhs=one[0], rhs=one[1], group_sizes=one[2])
-            check({name: x[i] for name, x in got.items()}, oracle(each, d_out), str(axes))
 
 
 def test_the_schedule_has_every_row_once():
@@ -129,17 +144,52 @@ def test_what_it_declines():
     assert "counted by 32 bits" in "; ".join(BACKEND.not_supported_reasons(large, A100, "forward"))
 
 
+@pytest.mark.parametrize("name", ["gated", "glu"])
+def test_pre_activations_are_written_for_gradients_alone(name: Any):
+    """By the kernels' stages: a call without gradients, and one from which gradients are to come."""
+    case, kernel = {"gated": (GATED, GatedGroupedMatmul()), "glu": (GLU, Glu())}[name]
+    inputs: Any = inputs_of(case)
+    cfg, shape = Choice("triton", FORWARD), (1, case.rows, case.n)
+    with interpret_triton(), recorded_launches() as launches:
+        out = jax.block_until_ready(kernel.run(inputs, cfg=cfg))
+        again, kept = jax.block_until_ready(kernel.forward_with_residuals(inputs, cfg=cfg))
+    assert [[x.shape for x in each.outputs] for each in launches] == [[shape, (0,), (0,)], [shape] * 3]
+    np.testing.assert_array_equal(again, out)
+    np.testing.assert_allclose(jax.nn.silu(kept[0]) * kept[1], out, rtol=1e-5, atol=1e-6)
+
+
+def test_glu_comes_behind_xla():
+    inputs = inputs_of(GLU)
+    assert TritonGlu().deprioritized(inputs, H100, "forward")
+    assert not XlaGlu().deprioritized(inputs, H100, "forward")
+
+
+def test_what_gated_ones_decline():
+    def reasons(device: Device = A100, **dtypes: Any) -> str:
+        inputs = inputs_of(GATED).structs
+        changed = {name: jax.ShapeDtypeStruct(inputs.arrays[name].shape, dtype) for name, dtype in dtypes.items()}
+        return "; ".join(TestGated.backend.not_supported_reasons(inputs.replace(**changed), device, "forward"))
+
+    assert not reasons()
+    assert "up must be one of" in reasons(up="float8_e4m3fn")
+    assert "lhs must be one of" in reasons(lhs="float64", rhs="float64", up="float64")
+    assert "all must have one dtype, got lhs float32, gate bfloat16, up float32" in reasons(rhs="bfloat16")
+    assert "needs a CUDA GPU" in reasons(Device("cpu", "cpu"))
+    rows, matrix = jax.ShapeDtypeStruct((4, 1 << 16), "bfloat16"), jax.ShapeDtypeStruct((1 << 16, 1 << 15), "float32")
+    large = MatmulInputs(rows, matrix, "float32", matrix, activation="silu")  # type: ignore[arg-type]
+    said = "; ".join(TritonGlu().not_supported_reasons(large, A100, "forward"))
+    assert "counted by 32 bits" in said
+    assert "all must have one dtype, got x bfloat16" in said
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("groups", [2, 64])
 def test_params(dtype: str, groups: int):
-    inputs = inputs_of(GroupedMatmulCase("", rows=512, k=16, n=16, groups=groups, dtype=dtype))
-    for direction in ("forward", "backward"):
-        listed = list(BACKEND.candidates(inputs, A100, direction))
-        assert len(listed) == len(set(listed)) > 1
-        assert BACKEND.heuristic(inputs, A100, direction) == listed[0]
-        for params in listed:
-            assert untagged(tagged(params)) == params
-            assert not BACKEND.config_reasons(inputs, A100, direction, params)
+    sizes: dict[str, Any] = {"rows": 512, "k": 32, "n": 32, "groups": groups, "dtype": dtype}
+    check_candidates(BACKEND, inputs_of(GroupedMatmulCase("", **sizes | {"k": 16, "n": 16})), A100)
+    inputs = inputs_of(dataclasses.replace(GATED, **sizes))
+    for direction, listed in check_candidates(TestGated.backend, inputs, A100).items():
+        assert all(TestGated.backend.footprints(inputs, A100, direction, params) for params in listed)
     for wrong in ({"rows": 24}, {"columns": 8}, {"depth": 512}, {"num_stages": 0}, {"num_warps": True}):
         with pytest.raises(ValueError, match="must be"):
             dataclasses.replace(TILE, **wrong)

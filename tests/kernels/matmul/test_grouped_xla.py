@@ -1,22 +1,31 @@
-"""Conformance of the XLA backend of the grouped matmul; float64, float8, its blocks, its memory."""
+"""Conformance of the XLA backends of matmuls with groups or gates; of grouped ones float64, float8, blocks, memory."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.kernels.conformance import Found, check
 from tests.kernels.conftest import H100
-from tests.kernels.matmul.grouped_conformance import FUZZED, GroupedConformance, check, cotangent_of, inputs_of
+from tests.kernels.matmul import grouped_conformance
+from tests.kernels.matmul.grouped_conformance import (
+    FUZZED,
+    GLU_CASES,
+    GatedConformance,
+    GluConformance,
+    GroupedConformance,
+    cotangent_of,
+    inputs_of,
+)
 from tests.kernels.matmul.grouped_oracle import oracle
 from tilewright.kernels.matmul.cases import GroupedMatmulCase
 from tilewright.kernels.matmul.inputs import MatmulInputs
-from tilewright.kernels.matmul.xla.backend import XlaGroupedMatmul
+from tilewright.kernels.matmul.xla.backend import XlaGatedGroupedMatmul, XlaGlu, XlaGroupedMatmul
 from tilewright.kernels.matmul.xla.blocks import Blocks
-from tilewright.kernels.matmul.xla.params import XlaBlockParams
-from tilewright.kernels.op.backend import Backend
+from tilewright.kernels.matmul.xla.params import XlaBlockParams, XlaGatedBackwardParams, XlaGluBackwardParams
 from tilewright.ops.utils import device as devices
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.serialize import tagged, untagged
@@ -24,17 +33,38 @@ from tilewright.ops.utils.serialize import tagged, untagged
 BACKEND = XlaGroupedMatmul()
 
 
-def run(inputs: MatmulInputs, d_out: Any, rows: int = 8) -> dict[str, Any]:
-    params = XlaBlockParams(rows)
-    gradients = BACKEND.backward(inputs, None, d_out, params)
-    return {"out": BACKEND.forward(inputs, params).out, **{f"d_{name}": x for name, x in gradients.items()}}
+def run(inputs: MatmulInputs, d_out: Any, rows: int = 8) -> Found:
+    return grouped_conformance.run(BACKEND, inputs, d_out, (XlaBlockParams(rows), XlaBlockParams(rows)))
 
 
 class TestXla(GroupedConformance):
-    backend: ClassVar[Backend[Any, Any, Any, Any]] = BACKEND
+    backend = BACKEND
 
     def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
         return XlaBlockParams(8), XlaBlockParams(8)
+
+
+class TestGated(GatedConformance):
+    backend = XlaGatedGroupedMatmul()
+    recomputing = XlaGatedBackwardParams(8, recompute=True)
+    recomputed_within = 1e-6
+
+    def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
+        return XlaBlockParams(8), XlaGatedBackwardParams(8)
+
+
+class TestGlu(GluConformance):
+    backend = XlaGlu()
+
+    def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
+        return self.backend.heuristic(inputs, current_device(), "forward"), XlaGluBackwardParams()
+
+
+class TestRecomputingGlu(TestGlu):
+    cases = GLU_CASES[-1:]
+
+    def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
+        return super().params(inputs)[0], XlaGluBackwardParams(recompute=True)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 64])

@@ -1,6 +1,6 @@
 """Conformance of ``jax.lax.ragged_dot`` as a backend, what it declines, and what JAX's function does by itself."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from tests.kernels.conftest import H100
 from tests.kernels.matmul.grouped_conformance import CASES, GroupedConformance, inputs_of
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.xla.ragged_dot import RaggedDot
-from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import grouped_matmul
 from tilewright.ops import BwdParams, FwdParams
@@ -21,7 +20,7 @@ CONFIG = PerDirection(Choice("ragged_dot", FwdParams()), Choice("ragged_dot", Bw
 
 
 class TestRaggedDot(GroupedConformance):
-    backend: ClassVar[Backend[Any, Any, Any, Any]] = RaggedDot()
+    backend = RaggedDot()
 
     def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
         return FwdParams(), BwdParams()

@@ -1,22 +1,18 @@
-"""What every backend of the norms must do, on the cases that it declares to support; a backend's test is a subclass."""
+"""Conformance of the backends of the norms: cases, and the formula in float64."""
 
-import contextlib
 import dataclasses
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.kernels.conformance import Conformance, Found, Poisoned, run_both
 from tilewright.kernels.norms.cases import LayerNormCase, NormCase, RmsNormCase
 from tilewright.kernels.norms.inputs import NormInputs, NormResults
 from tilewright.kernels.norms.op import norm_reference
 from tilewright.kernels.op.backend import Backend
-from tilewright.ops.tuning.numerics import violations
-from tilewright.ops.types import Device, Direction
-from tilewright.ops.utils.device import current_device
 
 CASES: dict[str, NormCase] = {
     case.name: case
@@ -53,8 +49,6 @@ CASES: dict[str, NormCase] = {
 
 KINDS: dict[str, type[NormCase]] = {"rms": RmsNormCase, "layer": LayerNormCase}
 
-type Found = dict[str, Any]
-
 
 def oracle(inputs: NormInputs, cotangents: NormResults, dtype: Any = np.float64) -> Found:
     """Results and gradients of the formula in float64, by JAX's own derivative, of x + residual as it is rounded."""
@@ -78,76 +72,50 @@ def cotangents_of(inputs: NormInputs, seed: int = 1) -> NormResults:
     return NormResults(d_out, None if inputs.residual is None else d_total)
 
 
+def named(results: NormResults, gradients: dict[str, Any]) -> Found:
+    found = {"out": results.out, "total": results.total, **{f"d_{name}": x for name, x in gradients.items()}}
+    return {name: x for name, x in found.items() if x is not None}
+
+
 def run(
-    backend: Backend[Any, Any, Any, Any],
-    inputs: NormInputs,
-    cotangents: NormResults,
-    params: tuple[Any, Any],
+    backend: Backend[Any, Any, Any, Any], inputs: NormInputs, cotangents: NormResults, params: tuple[Any, Any]
 ) -> Found:
     """All that a backend computes of a call; results alone without params of the backward pass."""
-
-    @jax.jit
-    def both(inputs: NormInputs, cotangents: NormResults) -> Found:
-        results = backend.forward(inputs, params[0])
-        gradients = backend.backward(inputs, results, cotangents, params[1]) if params[1] is not None else {}
-        found = {"out": results.out, "total": results.total, **{f"d_{name}": x for name, x in gradients.items()}}
-        return {name: x for name, x in found.items() if x is not None}
-
-    return jax.block_until_ready(both(inputs, cotangents))
+    return jax.block_until_ready(jax.jit(lambda *call: named(*run_both(backend, *call, params)))(inputs, cotangents))
 
 
-def check(got: Found, want: Found) -> None:
-    assert got.keys() == want.keys()
-    for name, exact in want.items():
-        rounded = np.asarray(jnp.asarray(exact, got[name].dtype), np.float64)  # what no result can do better than
-        said = violations(np.asarray(got[name]), exact, rounded)
-        assert not said, f"{name}: {said}"
+class NormConformance(Conformance[NormCase, NormInputs]):
+    """A backend of the norms; ``params`` gives those of the forward and of the backward pass."""
 
+    cases = tuple(CASES.values())
+    repeated = RmsNormCase("", rows=33, columns=40)
+    poisons = ("a row",)
+    named = staticmethod(named)
 
-class NormConformance:
-    """A backend gives what the formula gives in float64, in every case and direction that it declares to support."""
+    def inputs(self, case: NormCase) -> NormInputs:
+        return case.inputs()
 
-    backend: ClassVar[Backend[Any, Any, Any, Any]]
+    def cotangents(self, inputs: NormInputs) -> NormResults:
+        return cotangents_of(inputs)
 
-    def machine(self) -> AbstractContextManager[Any]:
-        """What stands in for the device, if it is not there."""
-        return contextlib.nullcontext()
+    def dtypes(self, inputs: NormInputs) -> dict[str, Any]:
+        return {"out": inputs.x.dtype} | ({} if inputs.residual is None else {"total": inputs.x.dtype})
 
-    def device(self) -> Device:
-        """The device that the backend is asked about."""
-        return current_device()
+    def oracle(self, inputs: NormInputs, cotangents: NormResults) -> tuple[Found, None]:
+        return oracle(inputs, cotangents), None
 
-    def params(self, problem: NormInputs) -> tuple[Any, Any]:
-        """Params of the forward and of the backward pass."""
-        raise NotImplementedError
-
-    def reasons(self, inputs: NormInputs, direction: Direction) -> list[str]:
-        return self.backend.not_supported_reasons(inputs.structs, self.device(), direction)
-
-    def run(self, inputs: NormInputs, cotangents: NormResults) -> Found:
-        """All that the backend declares to support of a call; skips the test if that is nothing."""
-        if declined := self.reasons(inputs, "forward"):
-            pytest.skip("; ".join(declined))
-        forward, backward = self.params(inputs.structs)
-        with self.machine():
-            given = forward, None if self.reasons(inputs, "backward") else backward
-            return run(self.backend, inputs, cotangents, given)
-
-    @pytest.mark.parametrize("name", CASES)
-    def test_results_and_gradients(self, name: str):
-        inputs = CASES[name].inputs()
+    def poisoned(self, poison: str) -> Poisoned:
+        inputs = LayerNormCase("", rows=6, columns=70).inputs()
         cotangents = cotangents_of(inputs)
-        got, want = self.run(inputs, cotangents), oracle(inputs, cotangents)
-        if self.reasons(inputs, "backward"):
-            want = {name: x for name, x in want.items() if not name.startswith("d_")}
-        check(got, want)
+        spoiled = inputs.replace(x=inputs.x.at[2, 3].set(jnp.nan))
+        return Poisoned((inputs, cotangents), (spoiled, cotangents), {"out": 2, "d_x": 2, "d_weight": ...})
 
-    @pytest.mark.parametrize("kind", ["rms", "layer"])
-    def test_constant_rows(self, kind: Any):
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_constant_rows(self, kind: str):
         inputs = KINDS[kind]("", rows=3, columns=50).inputs()
-        inputs = dataclasses.replace(inputs, x=jnp.ones_like(inputs.x) * jnp.asarray([[0.0], [2.0], [-0.5]]))
+        inputs = inputs.replace(x=jnp.ones_like(inputs.x) * jnp.asarray([[0.0], [2.0], [-0.5]]))
         cotangents = cotangents_of(inputs)
-        got, want = self.run(inputs, cotangents), oracle(inputs, cotangents)
+        got, want = self.compiled(inputs)(inputs, cotangents), oracle(inputs, cotangents)
         assert all(np.all(np.isfinite(x)) for x in got.values())
         for name in got.keys() & {"out", "d_weight"}:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-5)
@@ -156,17 +124,6 @@ class NormConformance:
         """Their variance is the rounding of two equal sums: it may be anything small, but no negative number."""
         inputs = LayerNormCase("", rows=6, columns=1000, eps=1e-12).inputs()
         rows = [[23064.58], [24202.111], [1773239.2], [6633918.5], [7993844.0], [10562008.0]]
-        inputs = dataclasses.replace(inputs, x=jnp.broadcast_to(jnp.asarray(rows), inputs.x.shape))
-        with self.machine():
-            got = run(self.backend, inputs, cotangents_of(inputs), self.params(inputs.structs))
+        inputs = inputs.replace(x=jnp.broadcast_to(jnp.asarray(rows), inputs.x.shape))
+        got = self.compiled(inputs)(inputs, cotangents_of(inputs))
         assert all(np.all(np.isfinite(x)) for x in got.values())
-
-    def test_a_row_that_is_not_finite_spoils_no_other(self):
-        inputs = LayerNormCase("", rows=6, columns=70).inputs()
-        clean, cotangents = inputs.x, cotangents_of(inputs)
-        want = self.run(inputs, cotangents)
-        got = self.run(dataclasses.replace(inputs, x=clean.at[2, 3].set(jnp.nan)), cotangents)
-        others = np.asarray([0, 1, 3, 4, 5])
-        for name in got.keys() & {"out", "d_x"}:
-            assert np.all(np.isnan(got[name][2]))
-            np.testing.assert_array_equal(got[name][others], want[name][others])

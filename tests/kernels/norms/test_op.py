@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.kernels.norms.conformance import KINDS, check, cotangents_of, oracle
+from tests.kernels.conformance import check
+from tests.kernels.norms.conformance import KINDS, cotangents_of, oracle
 from tilewright.kernels.norms.inputs import NormResults
 from tilewright.modules import layer_norm, rms_norm
 

@@ -1,6 +1,6 @@
 """Conformance of the XLA backend of the norms, and of float64, which it alone has."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,13 @@ from tests.kernels.norms.conformance import NormConformance, cotangents_of, orac
 from tilewright.kernels.norms.cases import LayerNormCase, RmsNormCase
 from tilewright.kernels.norms.inputs import NormInputs
 from tilewright.kernels.norms.xla import XlaNorm
-from tilewright.kernels.op.backend import Backend
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 PARAMS = (FwdParams(), BwdParams())
 
 
 class TestXla(NormConformance):
-    backend: ClassVar[Backend[Any, Any, Any, Any]] = XlaNorm()
+    backend = XlaNorm()
 
     def params(self, problem: NormInputs) -> tuple[Any, Any]:
         return PARAMS
