@@ -20,7 +20,7 @@ from tests.gpu.real_lengths import (
     looped,
     skip_unless_served,
 )
-from tests.kernels.flash_attention import cudnn_cases, fa4_cases
+from tests.kernels.flash_attention import library
 from tests.kernels.flash_attention.conformance import (
     CASES,
     Conformance,
@@ -31,7 +31,7 @@ from tests.kernels.flash_attention.conformance import (
     oracles,
     run_and_judge,
 )
-from tests.kernels.flash_attention.cudnn_cases import case_of, check_residuals, inputs_for
+from tests.kernels.flash_attention.library import case_of, check_residuals, inputs_for
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.cuda.backend import CudaBackwardParams, CudaFlashAttention, CudaForwardParams
 from tilewright.kernels.flash_attention.cudnn.backend import (
@@ -71,14 +71,14 @@ class TestCudnn(Conformance):
     backend: ClassVar[Backend] = CUDNN
     low_bias = False
     deterministic: ClassVar[bool] = False
-    cases: ClassVar[Sequence[ConformanceCase]] = cudnn_cases.PAIRWISE
+    cases: ClassVar[Sequence[ConformanceCase]] = library.CUDNN_PAIRWISE
 
 
 class TestFa4(Conformance):
     backend: ClassVar[Backend] = FA4
     low_bias = False
     deterministic: ClassVar[bool] = False
-    cases: ClassVar[Sequence[ConformanceCase]] = fa4_cases.PAIRWISE
+    cases: ClassVar[Sequence[ConformanceCase]] = library.FA4_PAIRWISE
 
 
 class TestCuda(Conformance):
@@ -291,15 +291,15 @@ OF_FA4 = MORE | {
     **{f"head_dim {dim} of each head": case_of(q_length=301, head_dim=dim, kv_heads=4) for dim in DIMS},
 }
 PAIRS: dict[Backend, tuple[Mapping[str, AttentionCase], tuple[str, ...], list[Backend]]] = {
-    CUDNN: (cudnn_cases.CASES, ("causal", "lengths in a window", "shared bias"), [HOPPER, CUDA]),
-    FA4: (fa4_cases.CASES, ("causal", "window", "lengths"), [HOPPER, CUDA]),
+    CUDNN: (library.CUDNN_CASES, ("causal", "lengths in a window", "shared bias"), [HOPPER, CUDA]),
+    FA4: (library.FA4_CASES, ("causal", "window", "lengths"), [HOPPER, CUDA]),
     TRITON: (REAL, ("causal", "grouped", "window"), [HOPPER, CUDA, XLA]),
 }
 
 
 def residuals() -> Iterator[Any]:
     """A backend, others whose halves are used with its own, and a case."""
-    for backend, cases in ((CUDNN, cudnn_cases.CASES | OF_CUDNN), (FA4, fa4_cases.CASES | OF_FA4)):
+    for backend, cases in ((CUDNN, library.CUDNN_CASES | OF_CUDNN), (FA4, library.FA4_CASES | OF_FA4)):
         for name, case in cases.items():
             yield pytest.param(backend, XLA, case, id=f"{backend.name}-xla-{name}")
     for backend, (cases, names, others) in PAIRS.items():

@@ -117,16 +117,13 @@ class Conformance[Case, Inputs](abc.ABC):
     cases: ClassVar[Sequence[Any]]
     repeated: ClassVar[Any]
     """The case that is run twice."""
-    poisons: ClassVar[Sequence[str]] = ()
-    """Names of what `poisoned` makes."""
 
     params: Callable[..., Any]
     """What to run with: something that makes several tiles of the cases' sizes."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        for name, values, ids in (("case", self.cases, self.describe), ("poison", self.poisons, str)):
-            if name in metafunc.fixturenames:
-                metafunc.parametrize(name, values, ids=ids)
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", self.cases, ids=self.describe)
 
     @staticmethod
     def describe(case: Any) -> str:
@@ -165,9 +162,6 @@ class Conformance[Case, Inputs](abc.ABC):
 
     def factor(self, case: Case) -> float:
         return 2.0
-
-    def poisoned(self, poison: str) -> Poisoned:
-        raise NotImplementedError
 
     def params_of(self, inputs: Inputs) -> tuple[Any, Any]:
         """Params of the forward and of the backward pass."""
@@ -225,6 +219,22 @@ class Conformance[Case, Inputs](abc.ABC):
         assert {n: np.asarray(x).tobytes() for n, x in first.items()} == {
             n: np.asarray(x).tobytes() for n, x in second.items()
         }
+
+
+class ContainedConformance[Case, Inputs](Conformance[Case, Inputs]):
+    """Rows, groups or keys that have no part in a result, or only in some of it."""
+
+    poisons: ClassVar[Sequence[str]]
+    """Names of what `poisoned` makes."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        super().pytest_generate_tests(metafunc)
+        if "poison" in metafunc.fixturenames:
+            metafunc.parametrize("poison", self.poisons)
+
+    @abc.abstractmethod
+    def poisoned(self, poison: str) -> Poisoned:
+        """A call with and without what is not finite."""
 
     def test_what_is_not_finite_goes_no_further(self, poison: str):
         call = self.poisoned(poison)

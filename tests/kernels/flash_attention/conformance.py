@@ -1,6 +1,5 @@
-"""What every backend of flash attention must pass: a test file subclasses ``Conformance`` and names its backend."""
+"""Conformance of the backends of flash attention: cases in which all pairs of options occur, and extreme calls."""
 
-import abc
 import dataclasses
 import functools
 import itertools
@@ -13,17 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.kernels import conformance as every_op
+from tests.kernels.conformance import QUICK, Found, check, run_both
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.reference import attention_reference, reference_gradients
 from tilewright.kernels.masks import CausalMask, LengthMask, Mask, WindowMask
 from tilewright.kernels.op.backend import Backend
-from tilewright.ops.tuning.numerics import violations as check_policy
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
-
-GRADIENTS = ("query", "key", "value", "bias", "softmax_aux", "position_bias")
 
 FACTORS: dict[str, Sequence[Any]] = {
     "lengths": [(33, 33), (48, 80), (40, 17), (1, 37), (29, 0), (64, 64)],
@@ -173,18 +171,17 @@ def describe(conformance_case: ConformanceCase) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """Results and gradients of one run or of the oracle, by name."""
+    """Results and gradients of the oracle, by name."""
 
     results: dict[str, Any]
     gradients: dict[str, Any]
 
     @property
-    def arrays(self) -> dict[str, Any]:
+    def arrays(self) -> Found:
         return {**self.results, **self.gradients}
 
 
-# The oracles run once each: most of their time is compilation, which optimising would lengthen.
-@functools.partial(jax.jit, static_argnames="dtype", compiler_options={"xla_backend_optimization_level": 0})
+@functools.partial(jax.jit, static_argnames="dtype", compiler_options=QUICK)
 def _oracle(inputs: AttentionInputs, d_out: Any, d_lse: Any, dtype: Any) -> tuple[Any, Any]:
     # The oracle is exact where a device's default for float32 products is not; in the input dtype it is what it is.
     with jax.default_matmul_precision("highest" if dtype is None else None):
@@ -207,18 +204,16 @@ def oracles(inputs: AttentionInputs, d_out: Any, d_lse: Any) -> tuple[Judged, Ju
 
 def judge(got: Mapping[str, Any], exact: Mapping[str, Any], low: Mapping[str, Any], factor: float, *said: Any) -> None:
     """Fails if anything that the oracle has is not as near to it as the policy asks; ``said`` goes into the message."""
-    found = {name: check_policy(got[name], ref, low[name], factor) for name, ref in exact.items()}
-    assert not any(found.values()), (*said, {name: what for name, what in found.items() if what})
+    check(got, exact, low, factor, said)
 
 
 def check_kinds(gradients: Mapping[str, Any], inputs: AttentionInputs) -> None:
     """Every gradient has the shape and the dtype of what it is the gradient of."""
-    for name in GRADIENTS:
-        array = getattr(inputs, name)
-        array = array.values if name == "position_bias" and array is not None else array
-        if array is not None:
-            assert gradients[name].dtype == array.dtype, name
-            assert gradients[name].shape == array.shape, name
+    every_op.check_kinds(gradients, inputs)
+    if inputs.position_bias is not None:
+        values = inputs.position_bias.values
+        found = gradients["position_bias"]
+        assert (found.shape, found.dtype) == (values.shape, values.dtype), "position_bias"
 
 
 def inputs_of(case: AttentionCase, seed: int = 0) -> AttentionInputs:
@@ -236,15 +231,17 @@ def cotangents(inputs: AttentionInputs, seed: int = 1) -> tuple[jax.Array, jax.A
     return jnp.asarray(d_out, inputs.query.dtype), jnp.asarray(d_lse)
 
 
+def named(results: Any, gradients: dict[str, Any]) -> Found:
+    return {"out": results[0], "lse": results[1], **gradients}
+
+
 def run_and_judge(backend: Backend, case: AttentionCase, forward: Any, backward: Any) -> None:
     """Compares one config of each direction with the oracle."""
     inputs = inputs_of(case)
-    d_out, d_lse = cotangents(inputs)
-    out, lse = jax.jit(lambda inputs: backend.forward(inputs, forward))(inputs)
-    run_backward = jax.jit(lambda inputs, results, d: backend.backward(inputs, results, d, backward))
-    gradients = run_backward(inputs, (out, lse), (d_out, d_lse))
-    exact, low = oracles(inputs, d_out, d_lse)
-    judge({"out": out, "lse": lse, **gradients}, exact.arrays, low.arrays, 2.0)
+    given = cotangents(inputs)
+    got = jax.jit(lambda *call: named(*run_both(backend, *call, (forward, backward))))(inputs, given)
+    exact, low = oracles(inputs, *given)
+    judge(got, exact.arrays, low.arrays, 2.0)
 
 
 def judge_gradients(backend: Backend, inputs: AttentionInputs, configs: Sequence[Any], factor: float) -> None:
@@ -259,59 +256,47 @@ def judge_gradients(backend: Backend, inputs: AttentionInputs, configs: Sequence
         judge(gradients, exact.gradients, low.gradients, factor, params)
 
 
-class Conformance(abc.ABC):
-    """Set ``backend``; extend ``params`` if its heuristic has no small tiles.
+class Conformance(every_op.Conformance[ConformanceCase, AttentionInputs]):
+    """A backend of attention; extend ``params`` if its heuristic has no small tiles.
 
     ``low_bias`` says whether a bias near the lowest number of float32 does not overflow.
     """
 
-    backend: ClassVar[Backend]
     low_bias: ClassVar[bool] = True
-    deterministic: ClassVar[bool] = True
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        if "conformance_case" in metafunc.fixturenames:
-            metafunc.parametrize("conformance_case", CASES, ids=describe)
+    dtype: ClassVar[str] = "float32"
+    """Of the extreme calls that have no dtype of their own."""
+    together = True
+    cases: ClassVar[Sequence[ConformanceCase]] = CASES
+    repeated = ConformanceCase(
+        AttentionCase("", batch=2, q_length=70, heads=4, kv_heads=2, head_dim=16, bias="hqk", dtype="bfloat16"), False
+    )
+    named = staticmethod(named)
 
     def params(self, inputs: AttentionInputs, direction: Direction) -> Any:
-        """What to run with: something that makes several tiles of a few dozen positions."""
-        return self.backend.heuristic(inputs, current_device(), direction)
+        return self.backend.heuristic(inputs, self.device or current_device(), direction)
 
-    def supported(self, inputs: AttentionInputs) -> AttentionInputs:
-        """The inputs; skips the test if the backend says that it cannot serve them."""
-        for direction in ("forward", "backward"):
-            reasons = self.backend.not_supported_reasons(inputs.structs, current_device(), direction)
-            if reasons:
-                pytest.skip("; ".join(reasons))
-        return inputs
+    @staticmethod
+    def describe(case: ConformanceCase) -> str:
+        return describe(case)
 
-    def forward(self, inputs: AttentionInputs) -> tuple[Any, Any]:
-        params = self.params(inputs.structs, "forward")
-        return jax.jit(lambda inputs: self.backend.forward(inputs, params))(inputs)
+    def inputs(self, case: ConformanceCase) -> AttentionInputs:
+        return case.prepared(seed=0)
 
-    def backward(self, inputs: AttentionInputs, results: Any, cotangents: Any) -> Any:
-        params = self.params(inputs.structs, "backward")
-        run = jax.jit(lambda inputs, results, cotangents: self.backend.backward(inputs, results, cotangents, params))
-        return run(inputs, results, cotangents)
+    def factor(self, case: ConformanceCase) -> float:
+        return case.case.tolerance_factor
 
-    def check(self, got: Judged, inputs: AttentionInputs, d_out: Any, d_lse: Any, factor: float) -> None:
-        """Compares with the oracle, every result and every gradient that the inputs have."""
-        check_kinds(got.gradients, inputs)
-        exact, low = oracles(inputs, d_out, d_lse)
-        judge(got.arrays, exact.arrays, low.arrays, factor)
+    def cotangents(self, inputs: AttentionInputs) -> Any:
+        return cotangents(inputs)
 
-    def run_and_check(self, inputs: AttentionInputs, factor: float = 2.0) -> Judged:
-        self.supported(inputs)
-        d_out, d_lse = cotangents(inputs)
-        out, lse = self.forward(inputs)
-        assert (out.dtype, lse.dtype) == (inputs.query.dtype, jnp.float32)
-        gradients = self.backward(inputs, (out, lse), (d_out, d_lse))
-        got = Judged({"out": out, "lse": lse}, gradients)
-        self.check(got, inputs, d_out, d_lse, factor)
-        return got
+    def dtypes(self, inputs: AttentionInputs) -> dict[str, Any]:
+        return {"out": inputs.query.dtype, "lse": jnp.float32}
 
-    def test_pairwise(self, conformance_case: ConformanceCase):
-        self.run_and_check(conformance_case.prepared(seed=0), conformance_case.case.tolerance_factor)
+    def oracle(self, inputs: AttentionInputs, cotangents: Any) -> tuple[Found, Found]:
+        exact, low = oracles(inputs, *cotangents)
+        return exact.arrays, low.arrays
+
+    def params_of(self, inputs: AttentionInputs) -> tuple[Any, Any]:
+        return self.params(inputs, "forward"), self.params(inputs, "backward")
 
     @pytest.mark.parametrize("name", POSITION_BIASES)
     def test_position_bias(self, name: str):
@@ -319,13 +304,9 @@ class Conformance(abc.ABC):
         self.run_and_check(inputs_of(case), case.tolerance_factor)
 
     def test_without_d_lse(self):
-        case = AttentionCase("", batch=2, q_length=40, heads=2, head_dim=16, causal=True)
-        inputs = self.supported(inputs_of(case))
+        inputs = inputs_of(AttentionCase("", batch=2, q_length=40, heads=2, head_dim=16, causal=True, dtype=self.dtype))
         d_out, d_lse = cotangents(inputs)
-        results = self.forward(inputs)
-        gradients = self.backward(inputs, results, (d_out, None))
-        got = Judged({"out": results[0], "lse": results[1]}, gradients)
-        self.check(got, inputs, d_out, jnp.zeros_like(d_lse), 2.0)
+        self.check(self.compiled(inputs)(inputs, (d_out, None)), inputs, (d_out, jnp.zeros_like(d_lse)))
 
     @pytest.mark.parametrize("sinks", [0, 2])
     def test_rows_that_see_nothing(self, sinks: int):
@@ -334,11 +315,10 @@ class Conformance(abc.ABC):
         hidden = np.ones((2, 1, 40, 40), bool)
         hidden[0, :, 3] = hidden[0, :, 17:35] = hidden[1] = False
         got = self.run_and_check(FlashAttention().prepare(*arrays, mask=hidden, **kwargs))
-        assert not np.any(np.asarray(got.results["out"])[1])
-        assert not np.any(np.asarray(got.gradients["query"])[1])
-        assert not np.any(np.asarray(got.gradients["value"])[1])
+        for name in ("out", "query", "value"):
+            assert not np.any(np.asarray(got[name])[1])
         if not sinks:
-            assert np.all(np.isneginf(np.asarray(got.results["lse"])[1]))
+            assert np.all(np.isneginf(np.asarray(got["lse"])[1]))
 
     @pytest.mark.parametrize(("offset", "dtype"), list(itertools.product([1e4, -1e4], ["float32", "bfloat16"])))
     def test_large_logits(self, offset: float, dtype: str):
@@ -346,12 +326,9 @@ class Conformance(abc.ABC):
         case = AttentionCase("", batch=1, q_length=40, heads=2, head_dim=16, dtype=dtype, causal=True)
         arrays, kwargs = case.arguments()
         bias = jnp.full((2, 1, 1), offset, jnp.float32)
-        inputs = self.supported(FlashAttention().prepare(*arrays, bias=bias, **kwargs))
-        d_out, d_lse = cotangents(inputs)
-        out, lse = self.forward(inputs)
-        gradients = self.backward(inputs, (out, lse), (d_out, d_lse))
-        exact, low = (judged.arrays for judged in oracles(inputs, d_out, d_lse))
-        ours = {"out": out, "lse": lse, **gradients}
+        inputs = FlashAttention().prepare(*arrays, bias=bias, **kwargs)
+        given = cotangents(inputs)
+        ours, (exact, low) = self.compiled(inputs)(inputs, given), self.oracle(inputs, given)
         # A float32 logit or log-sum-exp of this size is off by up to half a unit in the last place, and exp makes of
         # that a relative error in the probabilities; the oracle need not go through the log-sum-exp and errs less.
         rounding = 4 * abs(offset) * 2.0**-24
@@ -363,15 +340,17 @@ class Conformance(abc.ABC):
 
     @pytest.mark.parametrize("offset", [-(1 << 30), -45, 45, 1 << 30])
     def test_large_mask_offsets(self, offset: int):
-        arrays, kwargs = AttentionCase("", batch=1, q_length=40, kv_length=70, heads=2, head_dim=16).arguments()
+        case = AttentionCase("", batch=1, q_length=40, kv_length=70, heads=2, head_dim=16, dtype=self.dtype)
+        arrays, kwargs = case.arguments()
         mask = CausalMask(offset) & WindowMask(50, 3, offset)
         self.run_and_check(FlashAttention().prepare(*arrays, mask=mask, **kwargs))
 
     def test_bias_of_minus_infinity_masks(self):
-        arrays, kwargs = AttentionCase("", batch=1, q_length=40, heads=2, head_dim=16).arguments()
-        bias = np.zeros((40, 40), np.float32)
-        bias[:, 30:] = bias[5] = -np.inf
-        self.run_and_check(FlashAttention().prepare(*arrays, bias=bias, **kwargs))
+        case = AttentionCase("", batch=2, q_length=40, heads=4, kv_heads=2, head_dim=16, dtype=self.dtype, causal=True)
+        arrays, kwargs = case.arguments()
+        bias = np.zeros((2, 1, 40, 40), np.float32)
+        bias[..., 30:] = bias[:, :, 5] = bias[1, :, 7:20] = -np.inf
+        self.run_and_check(FlashAttention().prepare(*arrays, bias=jnp.asarray(bias, self.dtype), **kwargs))
 
     @pytest.mark.parametrize(
         ("lowest", "dtype"),
@@ -392,45 +371,30 @@ class Conformance(abc.ABC):
         bias[33, 10:20] = bias[44, 30:] = -np.inf
         bias[40, :7] = bias[41, 7:] = bias[50:60, :35] = lowest
         bias = jnp.asarray(bias, dtype)
-        inputs = self.supported(FlashAttention().prepare(*arrays, bias=bias, **kwargs))
+        inputs = FlashAttention().prepare(*arrays, bias=bias, **kwargs)
         d_out, d_lse = cotangents(inputs)
-        out, lse = self.forward(inputs)
-        gradients = self.backward(inputs, (out, lse), (d_out, d_lse))
-        shown = d_out * ~hidden[:, None, None], d_lse * ~hidden
-        exact, low = (judged.arrays for judged in oracles(inputs, *shown))
-        assert np.array_equal(np.asarray(lse)[..., hidden], np.full((1, 2, 4), bias[0, 0], np.float32))
-        assert np.array_equal(np.asarray(exact["lse"])[..., hidden], np.asarray(lse)[..., hidden])
-        found = {"out": out, "lse": lse, **gradients}
+        found = self.compiled(inputs)(inputs, (d_out, d_lse))
+        exact, low = self.oracle(inputs, (d_out * ~hidden[:, None, None], d_lse * ~hidden))
+        for each in (found, exact):
+            assert np.array_equal(np.asarray(each["lse"])[..., hidden], np.full((1, 2, 4), bias[0, 0], np.float32))
         for part in (found, exact, low):
             part["lse"] = jnp.where(hidden, 0.0, part["lse"])
         judge(found, exact, low, 2.0)
 
     def test_batch_of_none(self):
-        arrays = [jnp.zeros((0, 8, 2, 16))] * 3
+        arrays = [jnp.zeros((0, 8, 2, 16), self.dtype)] * 3
         got = self.run_and_check(FlashAttention().prepare(*arrays, causal=True))
-        assert got.results["out"].shape == (0, 8, 2, 16)
+        assert got["out"].shape == (0, 8, 2, 16)
 
     def test_forward_of_another_backend(self):
         """The residuals are (out, lse) and nothing else: the oracle's serve as well as the backend's own."""
         case = AttentionCase("", batch=2, q_length=40, kv_length=70, heads=4, kv_heads=2, head_dim=16, causal=True)
-        inputs = self.supported(inputs_of(dataclasses.replace(case, sinks=1, dropout_prob=0.2)))
-        d_out, d_lse = cotangents(inputs)
-        results = oracle(inputs, d_out, d_lse).results
-        gradients = self.backward(inputs, (results["out"], results["lse"]), (d_out, d_lse))
-        self.check(Judged(results, gradients), inputs, d_out, d_lse, 2.0)
-
-    def test_repeats_bitwise(self):
-        if not self.deterministic:
-            pytest.skip("the backend says that it is not")
-        case = AttentionCase("", batch=2, q_length=70, heads=4, kv_heads=2, head_dim=16, bias="hqk", dtype="bfloat16")
-        inputs = self.supported(inputs_of(case))
-        forward, backward = (self.params(inputs.structs, direction) for direction in ("forward", "backward"))
-
-        @jax.jit
-        def run(inputs, cotangents):
-            results = self.backend.forward(inputs, forward)
-            return results, self.backend.backward(inputs, results, cotangents, backward)
-
-        first, second = (jax.tree.leaves(run(inputs, cotangents(inputs))) for _ in range(2))
-        for a, b in zip(first, second, strict=True):
-            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        inputs = inputs_of(dataclasses.replace(case, sinks=1, dropout_prob=0.2))
+        given = cotangents(inputs)
+        self.compiled(inputs)  # or it is skipped
+        params = self.params(inputs.structs, "backward")
+        results = oracle(inputs, *given).results
+        run = jax.jit(lambda inputs, *rest: self.backend.backward(inputs, *rest, params))
+        with type(self).machine():
+            gradients = jax.block_until_ready(run(inputs, (results["out"], results["lse"]), given))
+        self.check({name: gradients[name] for name in ("query", "key", "value", "softmax_aux")}, inputs, given)

@@ -1,12 +1,16 @@
 """cuDNN's attention as far as a CPU can prove it: declined, mapped, lowered, and run as cuDNN would."""
 
+import contextlib
 import dataclasses
 import inspect
 import json
 import re
 import sys
 import types
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +21,18 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.kernels.conftest import A100, H100
-from tests.kernels.flash_attention.conformance import (
-    ConformanceCase,
-    check_kinds,
-    cotangents,
-    describe,
-    inputs_of,
-    judge,
-    oracles,
+from tests.kernels.flash_attention.conformance import cotangents, inputs_of
+from tests.kernels.flash_attention.library import (
+    BIAS,
+    CUDNN_CASES,
+    CUDNN_PAIRWISE,
+    LENGTHS,
+    LibraryConformance,
+    call_of,
+    case_of,
 )
-from tests.kernels.flash_attention.cudnn_cases import BACKEND, CASES, PAIRWISE, case_of, check_residuals, inputs_for
+from tests.kernels.flash_attention.library import CUDNN as BACKEND
 from tilewright.errors import UnsupportedError
-from tilewright.kernels.biases import AlibiBias
 from tilewright.kernels.cuda import toolchain
 from tilewright.kernels.flash_attention.cudnn import jax_calls
 from tilewright.kernels.flash_attention.cudnn.backend import (
@@ -37,9 +41,6 @@ from tilewright.kernels.flash_attention.cudnn.backend import (
     CudnnMask,
     with_d_lse_columns,
 )
-from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.op import FlashAttention
-from tilewright.kernels.flash_attention.xla.backend import XlaFlashAttention
 from tilewright.kernels.masks import CausalMask, LengthMask, WindowMask
 from tilewright.kernels.op.backend import loaded
 from tilewright.kernels.op.choice import Choice, PerDirection
@@ -51,83 +52,24 @@ from tilewright.ops.utils.serialize import from_json, to_json
 FORWARD, BACKWARD = CudnnForwardParams(), CudnnBackwardParams()
 
 
-@pytest.fixture
-def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def with_cudnn() -> Iterator[None]:
     """JAX takes the machine for one with cuDNN 9.19."""
-    monkeypatch.setattr(fused, "cuda_versions", object())
-    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91900)
+    with (
+        mock.patch.object(fused, "cuda_versions", object()),
+        mock.patch.object(fused, "check_cudnn_version", return_value=91900),
+    ):
+        yield
 
 
-def call_of(
-    dtype: Any = jnp.bfloat16, head_dim: int = 64, q_length: int = 128, kv_length: int = 128, **kwargs: Any
-) -> AttentionInputs:
-    value_dim = kwargs.pop("value_dim", head_dim)
-    shapes = [(2, q_length, 4, head_dim), (2, kv_length, 2, head_dim), (2, kv_length, 2, value_dim)]
-    return FlashAttention().prepare(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), **kwargs)
+@pytest.fixture
+def cudnn() -> Iterator[None]:
+    with with_cudnn():
+        yield
 
 
 def reasons(direction: Direction = "forward", device: Device = H100, **kwargs: Any) -> list[str]:
     return BACKEND.not_supported_reasons(call_of(**kwargs), device, direction)
-
-
-LENGTHS = jax.ShapeDtypeStruct((2,), jnp.int32)
-IDS = jax.ShapeDtypeStruct((2, 128), jnp.int32)
-BIAS = jax.ShapeDtypeStruct((4, 128, 128), jnp.bfloat16)
-
-
-@pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"dtype": jnp.float16, "causal": True, "softmax_scale": -0.3},
-        {"head_dim": 100, "value_dim": 20, "return_lse": True},
-        {"head_dim": 256},
-        {"q_length": 7, "kv_length": 1000, "causal": True},
-        {"causal": True, "causal_alignment": "bottom_right"},
-        {"q_length": 1, "causal": True, "causal_alignment": "bottom_right"},
-        {"causal": True, "sliding_window": 16},
-        {"sliding_window": (16, 0), "query_seq_lengths": LENGTHS},
-        {"sliding_window": (200, 200)},
-        {"causal": True, "query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS},
-        {"mask": LengthMask(None, LENGTHS) & LengthMask(LENGTHS, None)},
-        {"bias": BIAS, "causal": True},
-        {"bias": jax.ShapeDtypeStruct((1, 128), jnp.bfloat16)},
-    ],
-    ids=str,
-)
-def test_what_it_serves(options: dict[str, Any], direction: Direction):
-    assert reasons(direction, **options) == []
-
-
-@pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize(
-    ("said", "options"),
-    [
-        ("computes in float16 or bfloat16, got inputs.dtype=dtype('float32')", {"dtype": jnp.float32}),
-        ("does not serve logits_soft_cap=30.0", {"logits_soft_cap": 30.0}),
-        ("does not serve softmax_aux", {"softmax_aux": jax.ShapeDtypeStruct((4,), jnp.float32)}),
-        ("does not serve dropout_seed", {"dropout_prob": 0.1, "dropout_seed": 0}),
-        ("does not serve dropout_prob=0.1", {"dropout_prob": 0.1, "dropout_seed": 0}),
-        ("does not serve position_bias", {"bias": AlibiBias(jax.ShapeDtypeStruct((4,), jnp.float32))}),
-        ("a scale of 0", {"softmax_scale": 0.0}),
-        ("up to 256 elements on NVIDIA H100 80GB HBM3, got 264 after padding", {"head_dim": 257}),
-        ("has no segments", {"q_segment_ids": IDS, "kv_segment_ids": IDS}),
-        ("takes a query's index for its position", {"mask": CausalMask(0, IDS)}),
-        ("got a mask that is none of them", {"mask": jax.ShapeDtypeStruct((2, 1, 128, 128), jnp.bool_)}),
-        ("got a mask that is none of them", {"mask": CausalMask() | WindowMask(3, 3)}),
-        ("got keys up to 72 after", {"kv_length": 200, "causal": True, "causal_alignment": "bottom_right"}),
-        ("got keys up to 3 after", {"sliding_window": (20, 3)}),
-        ("windows that end at the query's own key", {"sliding_window": (20, None)}),
-        ("windows that end at the query's own key", {"mask": WindowMask(4, 4, 8)}),
-        ("at least as many as queries, got q_length=128, kv_length=64", {"kv_length": 64, "sliding_window": (9, 0)}),
-        ("both lengths are even", {"kv_length": 127, "bias": jax.ShapeDtypeStruct((128, 127), jnp.bfloat16)}),
-        ("a bias only of the query's dtype", {"bias": jax.ShapeDtypeStruct((128, 128), jnp.float32)}),
-    ],
-)
-def test_what_it_declines(said: str, options: dict[str, Any]):
-    assert any(said in why for why in reasons(**options)), reasons(**options)
 
 
 @pytest.mark.usefixtures("cudnn")
@@ -455,57 +397,51 @@ def emulated_backward(
     return [gradient.astype(dtype) for gradient in gradients]
 
 
-@pytest.fixture
-def emulated(cudnn: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_dot_product_attention_fwd_p_wrapper", Primitive(emulated_forward))
-    monkeypatch.setattr(fused, "_dot_product_attention_bwd_p_wrapper", Primitive(emulated_backward))
+@contextlib.contextmanager
+def emulated() -> Iterator[None]:
+    with (
+        with_cudnn(),
+        mock.patch.object(fused, "_dot_product_attention_fwd_p_wrapper", Primitive(emulated_forward)),
+        mock.patch.object(fused, "_dot_product_attention_bwd_p_wrapper", Primitive(emulated_backward)),
+    ):
+        yield
 
 
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("name", CASES)
-def test_residuals_are_those_of_every_backend(name: str):
-    inputs = inputs_for(CASES[name])
-    structs = inputs.structs.replace(return_lse=True)
-    for direction in ("forward", "backward"):
-        assert BACKEND.not_supported_reasons(structs, H100, direction) == []
-    check_residuals(inputs, H100, [XlaFlashAttention()])
+class TestCudnn(LibraryConformance):
+    backend = BACKEND
+    present = staticmethod(with_cudnn)
+    machine = staticmethod(emulated)
+    both = BOTH
+    cases = CUDNN_PAIRWISE
+    exchanged = CUDNN_CASES
+    mapped: ClassVar[dict[str, Any]] = {
+        "causal": True, "bias": jnp.asarray(np.random.default_rng(0).standard_normal((4, 40, 40)), jnp.bfloat16)
+    }  # fmt: skip
+    served: ClassVar[list[dict[str, Any]]] = [
+        {"q_length": 1, "causal": True, "causal_alignment": "bottom_right"},
+        {"causal": True, "sliding_window": 16},
+        {"sliding_window": (16, 0), "query_seq_lengths": LENGTHS},
+        {"sliding_window": (200, 200)},
+        {"causal": True, "query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS},
+        {"mask": LengthMask(None, LENGTHS) & LengthMask(LENGTHS, None)},
+        {"bias": BIAS, "causal": True},
+        {"bias": jax.ShapeDtypeStruct((1, 128), jnp.bfloat16)},
+    ]
+    declined: ClassVar[list[tuple[str, dict[str, Any]]]] = [
+        ("does not serve logits_soft_cap=30.0", {"logits_soft_cap": 30.0}),
+        ("does not serve dropout_seed", {"dropout_prob": 0.1, "dropout_seed": 0}),
+        ("up to 256 elements on NVIDIA H100 80GB HBM3, got 264 after padding", {"head_dim": 257}),
+        ("got keys up to 72 after", {"kv_length": 200, "causal": True, "causal_alignment": "bottom_right"}),
+        ("got keys up to 3 after", {"sliding_window": (20, 3)}),
+        ("windows that end at the query's own key", {"sliding_window": (20, None)}),
+        ("windows that end at the query's own key", {"mask": WindowMask(4, 4, 8)}),
+        ("at least as many as queries, got q_length=128, kv_length=64", {"kv_length": 64, "sliding_window": (9, 0)}),
+        ("both lengths are even", {"kv_length": 127, "bias": jax.ShapeDtypeStruct((128, 127), jnp.bfloat16)}),
+        ("a bias only of the query's dtype", {"bias": jax.ShapeDtypeStruct((128, 128), jnp.float32)}),
+    ]
 
-
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("conformance_case", PAIRWISE, ids=describe)
-def test_options_together(conformance_case: ConformanceCase):
-    inputs = inputs_for(conformance_case.case)
-    if BACKEND.not_supported_reasons(inputs.structs, H100, "forward"):
-        pytest.skip("a window without keys for every query")
-    check_residuals(inputs, H100, [])
-
-
-@pytest.mark.usefixtures("emulated")
-def test_lengths_beyond_and_below_the_arrays():
-    inputs = inputs_of(case_of())
-    lengths = LengthMask(jnp.array([50, 17]), jnp.array([0, 99])) & LengthMask(jnp.array([33]), None)
-    inputs = inputs.replace(mask=lengths)
-    d_out, d_lse = cotangents(inputs)
-    exact, low = oracles(inputs, d_out, d_lse)
-    results = BACKEND.forward(inputs, FORWARD)
-    judge(dict(zip(("out", "lse"), results, strict=True)), exact.results, low.results, 2.0)
-    assert np.all(np.isneginf(np.asarray(results[1])[0]))
-    gradients = BACKEND.backward(inputs, results, (d_out, d_lse), BACKWARD)
-    judge(gradients, exact.gradients, low.gradients, 2.0)
-    assert not np.any(np.asarray(gradients["value"][0]))
-
-
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_bias_of_minus_infinity_masks(dtype: str):
-    bias = np.zeros((2, 1, 40, 40), np.float32)
-    bias[:, :, :, 30:] = bias[:, :, 5] = bias[1, :, 7:20] = -np.inf
-    inputs = dataclasses.replace(inputs_of(case_of(dtype=dtype, causal=True)), bias=jnp.asarray(bias, dtype))
-    d_out, d_lse = cotangents(inputs)
-    exact, low = oracles(inputs, d_out, d_lse)
-    results = BACKEND.forward(inputs, FORWARD)
-    gradients = BACKEND.backward(inputs, results, (d_out, d_lse), BACKWARD)
-    judge({"out": results[0], "lse": results[1], **gradients}, exact.arrays, low.arrays, 2.0)
+    def abstract(self) -> AbstractContextManager[Any]:
+        return with_cudnn()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -519,58 +455,3 @@ def test_the_gradient_to_lse_is_carried_in_full(size: float, dtype: str):
     assert (
         np.abs(np.asarray(sums + d_lse * size)).max() <= size * 2.0**-20 + 2.0**-23
     )  # where float16 has no smaller numbers
-
-
-@pytest.mark.usefixtures("emulated")
-def test_without_d_lse():
-    inputs = inputs_of(case_of(causal=True))
-    d_out, d_lse = cotangents(inputs)
-    exact, low = oracles(inputs, d_out, jnp.zeros_like(d_lse))
-    gradients = BACKEND.backward(inputs, BACKEND.forward(inputs, FORWARD), (d_out, None), BACKWARD)
-    judge(gradients, exact.gradients, low.gradients, 2.0)
-
-
-@pytest.mark.usefixtures("on_an_h100", "emulated")
-def test_mapped_calls_give_what_single_ones_do():
-    """Lengths and queries are mapped, keys and a bias shared."""
-    (query, key, value), _ = case_of(batch=6).arguments()
-    query, key, value = jnp.stack([query[:2], query[2:4], query[4:]]), key[:2], value[:2]
-    lengths = jnp.array([[40, 3], [0, 17], [39, 40]])
-    bias = jnp.asarray(np.random.default_rng(0).standard_normal((4, 40, 40)), jnp.bfloat16)
-
-    def loss(query: Any, key: Any, bias: Any, lengths: Any) -> Any:
-        options = {"causal": True, "key_value_seq_lengths": lengths, "return_lse": True, "cfg": BOTH}
-        out, lse = flash_attention(query, key, value, bias, **options)
-        return (out.astype(jnp.float32) ** 2).sum() + jnp.where(jnp.isinf(lse), 0.0, lse).sum()
-
-    one = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
-    mapped = jax.jit(jax.vmap(one, in_axes=(0, None, None, 0)))(query, key, bias, lengths)
-    for i in range(3):
-        for want, got in zip(
-            *(jax.tree.leaves(x) for x in (one(query[i], key, bias, lengths[i]), mapped)), strict=True
-        ):
-            want, got = np.asarray(want, np.float32), np.asarray(got[i], np.float32)
-            assert np.abs(want - got).max() <= 2.0**-7 * np.abs(want).max()
-
-
-@pytest.mark.usefixtures("on_an_h100", "cudnn")
-@pytest.mark.parametrize("name", CASES)
-def test_shapes_and_dtypes_are_those_of_the_contract(name: str):
-    inputs = inputs_for(CASES[name])
-    out, lse = jax.eval_shape(lambda inputs: BACKEND.forward(inputs, FORWARD), inputs)
-    batch, length, heads, _ = inputs.query.shape
-    assert (out.shape, out.dtype) == ((batch, length, heads, inputs.value.shape[3]), inputs.query.dtype)
-    assert (lse.shape, lse.dtype) == ((batch, heads, length), jnp.float32)
-    run = lambda inputs, *rest: BACKEND.backward(inputs, *rest, BACKWARD)
-    gradients = jax.eval_shape(run, inputs, (out, lse), cotangents(inputs))
-    check_kinds(gradients, inputs)
-
-
-def test_nothing_to_compute():
-    empty = [jnp.zeros((2, 8, 4, 16), jnp.bfloat16), *[jnp.zeros((2, 0, 2, 16), jnp.bfloat16)] * 2]
-    inputs = FlashAttention().prepare(*empty)
-    out, lse = BACKEND.forward(inputs, FORWARD)
-    assert not np.any(np.asarray(out, np.float32))
-    assert np.all(np.isneginf(np.asarray(lse)))
-    gradients = BACKEND.backward(inputs, (out, lse), (out, lse * 0), BACKWARD)
-    assert gradients["key"].shape == (2, 0, 2, 16)

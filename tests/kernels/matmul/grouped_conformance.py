@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.conformance import Conformance, Found, Poisoned, run_both
+from tests.kernels.conformance import ContainedConformance, Found, Poisoned, run_both
 from tests.kernels.matmul.grouped_oracle import oracle
 from tilewright.kernels.matmul.cases import GatedGroupedMatmulCase, GluCase, GroupedMatmulCase, ProductCase
 from tilewright.kernels.matmul.inputs import MatmulInputs, MatmulResults
@@ -20,6 +20,7 @@ from tilewright.kernels.matmul.ops.glu import Glu
 from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul
 from tilewright.kernels.numerics.activations import ACTIVATIONS
 from tilewright.kernels.op.backend import Backend
+from tilewright.ops.types import Device, Direction
 
 _HUGE = 2**31 - 1
 _BASE = GroupedMatmulCase("", rows=37, k=24, n=24, groups=4)
@@ -102,6 +103,14 @@ def inputs_of(case: ProductCase, seed: int = 0) -> MatmulInputs:
     return inputs
 
 
+def declined(
+    backend: Backend[Any, Any, Any, Any], device: Device, name: str, direction: Direction = "forward", **fields: Any
+) -> str:
+    """The reasons why a backend does not serve a case of `grouped_matmul` with other fields."""
+    inputs = inputs_of(dataclasses.replace(CASES[name], **fields))
+    return "; ".join(backend.not_supported_reasons(inputs, device, direction))
+
+
 def cotangent_of(inputs: MatmulInputs, seed: int = 1) -> Any:
     drawn = np.random.default_rng(seed).standard_normal(inputs.out_shape)
     return jnp.asarray(drawn, inputs.out_dtype)
@@ -128,7 +137,7 @@ def named(results: MatmulResults, gradients: dict[str, Any]) -> Found:
     return {"out": results.out, **{f"d_{name}": x for name, x in gradients.items()}}
 
 
-class ProductConformance(Conformance[Any, MatmulInputs]):
+class ProductConformance(ContainedConformance[Any, MatmulInputs]):
     """A backend of a matmul with groups or gates; ``params`` gives those of the forward and of the backward pass."""
 
     named = staticmethod(named)

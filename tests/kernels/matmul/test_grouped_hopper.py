@@ -14,10 +14,10 @@ from tests.kernels.conformance import check, check_candidates
 from tests.kernels.conftest import A100, H100
 from tests.kernels.matmul.gates import near
 from tests.kernels.matmul.grouped_conformance import (
-    CASES,
     GATED,
     GroupedConformance,
     cotangent_of,
+    declined,
     inputs_of,
     run,
 )
@@ -31,7 +31,6 @@ from tilewright.kernels.matmul.hopper.params import HopperGatedBackwardParams, H
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul
 from tilewright.kernels.numerics.activations import ACTIVATIONS
-from tilewright.ops.types import Device
 
 BACKEND = HopperGroupedMatmul()
 SMALL = MatmulParams(64, 64, 2, band=2)
@@ -125,19 +124,16 @@ def test_gated_without_gradients_stores_one_array():
 
 
 def test_what_it_declines():
-    def reasons(name: str, direction: Any = "forward", device: Device = H100, **fields: Any) -> str:
-        inputs = inputs_of(dataclasses.replace(CASES[name], **fields))
-        return "; ".join(BACKEND.not_supported_reasons(inputs, device, direction))
-
-    assert not reasons("bfloat16")
-    assert not reasons("offset", "backward")
-    assert not reasons("float32_from_bfloat16")
-    assert "must have the dtype of lhs, got float32" in reasons("float32_from_bfloat16", "backward")
-    assert "scale operands of float8 alone" in reasons("blocks", k=256, n=136)
-    assert "one dtype, got lhs: bfloat16, rhs: float32" in reasons("two_dtypes")
-    assert "lhs must be one of" in reasons("float32")
-    assert "multiples of 16 bytes, got n=20" in reasons("bfloat16", n=20)
-    assert "compute capability 9.0" in reasons("bfloat16", device=A100)
+    reasons = functools.partial(declined, BACKEND)
+    assert not reasons(H100, "bfloat16")
+    assert not reasons(H100, "offset", "backward")
+    assert not reasons(H100, "float32_from_bfloat16")
+    assert "must have the dtype of lhs, got float32" in reasons(H100, "float32_from_bfloat16", "backward")
+    assert "scale operands of float8 alone" in reasons(H100, "blocks", k=256, n=136)
+    assert "one dtype, got lhs: bfloat16, rhs: float32" in reasons(H100, "two_dtypes")
+    assert "lhs must be one of" in reasons(H100, "float32")
+    assert "multiples of 16 bytes, got n=20" in reasons(H100, "bfloat16", n=20)
+    assert "compute capability 9.0" in reasons(A100, "bfloat16")
 
 
 SCALES = {

@@ -1,6 +1,7 @@
 """Conformance of the Triton backends of matmuls with groups or gates, by Triton's interpreter; schedule and params."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from tests.kernels.matmul.grouped_conformance import (
     GluConformance,
     GroupedConformance,
     cotangent_of,
+    declined,
     inputs_of,
     random_sizes,
     run,
@@ -127,18 +129,15 @@ def test_the_schedule_has_every_row_once():
 
 
 def test_what_it_declines():
-    def reasons(name: str, direction: Any = "forward", device: Device = A100, **fields: Any) -> str:
-        inputs = inputs_of(dataclasses.replace(CASES[name], **fields))
-        return "; ".join(BACKEND.not_supported_reasons(inputs, device, direction))
-
-    assert not reasons("bfloat16")
-    assert not reasons("offset", "backward")
-    assert not reasons("float32_from_bfloat16")
-    assert "must have the dtype of lhs, got float32" in reasons("float32_from_bfloat16", "backward")
-    assert reasons("blocks") == "does not serve lhs_scale; does not serve rhs_scale"
-    assert "all must have one dtype, got lhs bfloat16, rhs float32" in reasons("two_dtypes")
-    assert "lhs must be one of" in reasons("float32", dtype="float8_e4m3fn")
-    assert "needs a CUDA GPU" in reasons("float32", device=Device("cpu", "cpu"))
+    reasons = functools.partial(declined, BACKEND)
+    assert not reasons(A100, "bfloat16")
+    assert not reasons(A100, "offset", "backward")
+    assert not reasons(A100, "float32_from_bfloat16")
+    assert "must have the dtype of lhs, got float32" in reasons(A100, "float32_from_bfloat16", "backward")
+    assert reasons(A100, "blocks") == "does not serve lhs_scale; does not serve rhs_scale"
+    assert "all must have one dtype, got lhs bfloat16, rhs float32" in reasons(A100, "two_dtypes")
+    assert "lhs must be one of" in reasons(A100, "float32", dtype="float8_e4m3fn")
+    assert "needs a CUDA GPU" in reasons(Device("cpu", "cpu"), "float32")
     lhs, rhs = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((37, 1 << 16), (4, 1 << 16, 1 << 15)))
     large = inputs_of(CASES["float32"]).replace(lhs=lhs, rhs=rhs)
     assert "counted by 32 bits" in "; ".join(BACKEND.not_supported_reasons(large, A100, "forward"))

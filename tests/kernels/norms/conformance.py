@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.conformance import Conformance, Found, Poisoned, run_both
+from tests.kernels.conformance import ContainedConformance, Found, Poisoned, run_both
 from tilewright.kernels.norms.cases import LayerNormCase, NormCase, RmsNormCase
 from tilewright.kernels.norms.inputs import NormInputs, NormResults
 from tilewright.kernels.norms.op import norm_reference
@@ -84,7 +84,7 @@ def run(
     return jax.block_until_ready(jax.jit(lambda *call: named(*run_both(backend, *call, params)))(inputs, cotangents))
 
 
-class NormConformance(Conformance[NormCase, NormInputs]):
+class NormConformance(ContainedConformance[NormCase, NormInputs]):
     """A backend of the norms; ``params`` gives those of the forward and of the backward pass."""
 
     cases = tuple(CASES.values())
