@@ -85,20 +85,21 @@ def test_memory_beyond_the_cache_counts():
     assert min_ms(Cost(0.0, peaks.cache + peaks.bandwidth), H100) == pytest.approx(1e3)
 
 
+HOPPER = (989.4e12, 3.9e12, 50)
 PEAKS = {
-    "NVIDIA GH200 480GB": (989.4e12, 4.9e12, 60),
-    "NVIDIA GH200 144G HBM3e": (989.4e12, 4.9e12, 60),
+    **dict.fromkeys(("NVIDIA GH200 480GB", "NVIDIA GH200 144G HBM3e"), (989.4e12, 4.9e12, 60)),
     "NVIDIA H200": (989.4e12, 4.8e12, 50),
-    "NVIDIA H100 80GB HBM3": (989.4e12, 3.9e12, 50),
-    "NVIDIA H100 PCIe": (989.4e12, 3.9e12, 50),
-    "NVIDIA H100 80GB HBM3 MIG 3g.40gb": (989.4e12, 3.9e12, 50),
+    **dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"), HOPPER),
     "NVIDIA A100-SXM4-40GB": (312e12, 2.04e12, 40),
-    "TPU v4": (275e12, 1.228e12, 160),
-    "TPU v5 lite": (197e12, 0.819e12, 128),
-    "TPU v5": (459e12, 2.765e12, 128),
-    "TPU v6 lite": (918e12, 1.64e12, 128),
+    **{
+        f"TPU {name}": (flops, bandwidth, cache)
+        for name, flops, bandwidth, cache in (
+            ("v4", 275e12, 1.228e12, 160), ("v5 lite", 197e12, 0.819e12, 128), ("v5", 459e12, 2.765e12, 128),
+            ("v6 lite", 918e12, 1.64e12, 128),
+        )
+    },
     "TPU7x": (1153.5e12, 3.69e12, 64),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PEAKS)

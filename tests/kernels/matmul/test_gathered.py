@@ -22,11 +22,7 @@ from tilewright.kernels.hopper.matmul.scattered import scattered_matmul
 from tilewright.kernels.hopper.matmul.schedule import GatheredSchedule, ScatteredSchedule, TileShape
 from tilewright.kernels.hopper.matmul.sending import PIECE_BYTES, DeviceRing, Pieces
 
-PARAMS = {
-    "alone": MatmulParams(128, 128, 3, band=2),
-    "pair": MatmulParams(128, 128, 3, cluster_m=2, band=1),
-    "side": MatmulParams(256, 128, 2, cluster_n=2, band=2),
-}
+PARAMS = MatmulParams(128, 128, 3, band=2)
 
 
 @pytest.mark.parametrize(("batches", "rows"), [(1, 512), (1, 200), (3, 256), (2, 72)])
@@ -150,54 +146,35 @@ def sent_to_itself() -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "batches", "rows", "k", "n", "transposed", "pace"),
+    ("gathers", "devices", "batches", "rows", "k", "n", "transposed", "pace"),
     [
-        ("alone", 2, 1, 256, 192, 384, False, 1),
-        ("alone", 3, 1, 136, 72, 136, True, 2),
-        ("alone", 2, 2, 72, 264, 128, False, 8),
+        (True, 2, 1, 256, 192, 384, False, 1),
+        (True, 3, 1, 136, 72, 136, True, 2),
+        (True, 2, 2, 72, 264, 128, False, 8),
+        (False, 2, 1, 256, 1024, 384, False, 1),
+        (False, 3, 1, 136, 72, 136, True, 2),
+        (False, 2, 2, 72, 520, 128, False, 8),
     ],
 )
-def test_rows_that_are_sent_are_multiplied(
-    name: str, devices: int, batches: int, rows: int, k: int, n: int, transposed: bool, pace: int
+def test_rows_that_are_sent_are_multiplied_and_products_added(
+    gathers: bool, devices: int, batches: int, rows: int, k: int, n: int, transposed: bool, pace: int
 ):
     random = np.random.default_rng(rows)
-    lhs = jnp.asarray(random.standard_normal((batches, rows, k)), jnp.bfloat16)
+    lhs = jnp.asarray(random.standard_normal((batches, rows if gathers else devices * rows, k)), jnp.bfloat16)
     rhs = jnp.asarray(random.standard_normal((n, k) if transposed else (k, n)), jnp.bfloat16)
+    op: Any = gathered_matmul if gathers else scattered_matmul
     with interpret_mosaic(detect_races=True), sent_to_itself() as calls, mock.patch.object(gathered, "MAX_PACE", pace):
-        out = gathered_matmul(
-            lhs, rhs, Itself("x", devices, ("x",)),
-            transpose_rhs=transposed, out_dtype=jnp.float32, params=PARAMS[name], num_sms=1,
+        out = op(
+            lhs, rhs, Itself("x", devices, ("x",)), transpose_rhs=transposed, params=PARAMS, num_sms=1,
+            out_dtype=jnp.float32 if gathers else jnp.bfloat16,
         )  # fmt: skip
     left, right = (np.asarray(x).astype(np.float64) for x in (lhs, rhs))
-    want = np.broadcast_to((left @ (right.T if transposed else right))[:, None], out.shape)
-    np.testing.assert_allclose(np.asarray(out), want, rtol=1e-4, atol=1e-3)
-    assert calls["waits"]
-    assert calls["signals"]
-
-
-@pytest.mark.parametrize(
-    ("name", "devices", "batches", "rows", "k", "n", "transposed", "pace"),
-    [
-        ("alone", 2, 1, 256, 1024, 384, False, 1),
-        ("alone", 3, 1, 136, 72, 136, True, 2),
-        ("alone", 2, 2, 72, 520, 128, False, 8),
-    ],
-)
-def test_products_that_are_sent_are_added(
-    name: str, devices: int, batches: int, rows: int, k: int, n: int, transposed: bool, pace: int
-):
-    random = np.random.default_rng(rows)
-    lhs = jnp.asarray(random.standard_normal((batches, devices * rows, k)), jnp.bfloat16)
-    rhs = jnp.asarray(random.standard_normal((n, k) if transposed else (k, n)), jnp.bfloat16)
-    with interpret_mosaic(detect_races=True), sent_to_itself() as calls, mock.patch.object(gathered, "MAX_PACE", pace):
-        out = scattered_matmul(
-            lhs, rhs, Itself("x", devices, ("x",)),
-            transpose_rhs=transposed, out_dtype=jnp.bfloat16, params=PARAMS[name], num_sms=1,
-        )  # fmt: skip
-    left, right = (np.asarray(x).astype(np.float64) for x in (lhs, rhs))
-    products = (left @ (right.T if transposed else right)).reshape(batches, devices, rows, n)
-    want = products.sum(1)  # what it has computed for all others comes back to it
-    np.testing.assert_allclose(np.asarray(out).astype(np.float64), want, rtol=5e-3, atol=1e-2)
+    products = left @ (right.T if transposed else right)
+    if gathers:
+        np.testing.assert_allclose(out, np.broadcast_to(products[:, None], out.shape), rtol=1e-4, atol=1e-3)
+    else:  # what it has computed for all others comes back to it
+        want = products.reshape(batches, devices, rows, n).sum(1)
+        np.testing.assert_allclose(np.asarray(out).astype(np.float64), want, rtol=5e-3, atol=1e-2)
     assert calls["waits"]
     assert calls["signals"]
 
@@ -208,9 +185,7 @@ def test_pieces_that_do_not_divide_the_rows():
     lhs, rhs = (jnp.asarray(random.standard_normal(shape), jnp.bfloat16) for shape in ((1, 67, 136), (136, 128)))
     assert 67 % Pieces.of((67, 136), jnp.bfloat16).height
     with interpret_mosaic(), sent_to_itself():
-        out = gathered_matmul(
-            lhs, rhs, Itself("x", 2, ("x",)), out_dtype=jnp.float32, params=PARAMS["alone"], num_sms=1
-        )
+        out = gathered_matmul(lhs, rhs, Itself("x", 2, ("x",)), out_dtype=jnp.float32, params=PARAMS, num_sms=1)
     want = np.broadcast_to((np.asarray(lhs, np.float64) @ np.asarray(rhs, np.float64))[:, None], out.shape)
     np.testing.assert_allclose(np.asarray(out), want, rtol=1e-4, atol=1e-3)
 

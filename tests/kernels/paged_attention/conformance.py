@@ -1,22 +1,20 @@
-"""What every backend of attention over a cache must pass: a test file subclasses ``PagedConformance``."""
+"""Conformance of the backends of attention over a cache: cases, and calls that nobody should make."""
 
-import abc
-import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.flash_attention.conformance import judge, pairwise
+from tests.kernels.conformance import QUICK, ContainedConformance, Found, Poisoned
+from tests.kernels.conformance import check as checked
+from tests.kernels.flash_attention.conformance import pairwise
 from tilewright.kernels import kernel
-from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.paged_attention.cases import ServingCase
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
@@ -100,10 +98,6 @@ def packed_structs(**fields: Any) -> PagedInputs:
     return structs_of("ragged_page_attention", RaggedPageCase("", **PACKED_ON_HOPPER | fields))
 
 
-QUICK: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
-"""Of programs that run once: most of their time is compilation, which optimising would lengthen."""
-
-
 @functools.partial(jax.jit, static_argnames="dtype", compiler_options=QUICK)
 def _oracle(inputs: PagedInputs, dtype: Any) -> Any:
     with jax.default_matmul_precision("highest" if dtype is None else None):
@@ -112,73 +106,116 @@ def _oracle(inputs: PagedInputs, dtype: Any) -> Any:
 
 def check(got: Any, inputs: PagedInputs, factor: float = 2.0) -> None:
     """Compares ``(out, lse)`` with the oracle."""
-    out, lse = got
-    assert (out.dtype, lse.dtype) == (inputs.query.dtype, jnp.promote_types(inputs.query.dtype, jnp.float32))
+    checked(dict(zip(("out", "lse"), got, strict=True)), *oracles(inputs), factor)
+
+
+def oracles(inputs: PagedInputs) -> tuple[Found, Found | None]:
+    """The oracle's results, exact and in the dtype of the query, if that is another one."""
     exact = dict(zip(("out", "lse"), _oracle(inputs, None), strict=True))
     narrow = inputs.query.dtype.name
-    same = narrow == "float32" and current_device().kind == "cpu"  # elsewhere its products are less than exact
-    low = exact if same else dict(zip(("out", "lse"), _oracle(inputs, narrow), strict=True))
-    judge({"out": out, "lse": lse}, exact, low, factor)
+    if narrow == "float32" and current_device().kind == "cpu":  # elsewhere its products are less than exact
+        return exact, None
+    return exact, dict(zip(("out", "lse"), _oracle(inputs, narrow), strict=True))
 
 
-FAR_WINDOWS = [((2**31 - 1, 2**31 - 1),), ((None, 2**40),)]
+def hostile(inputs: PagedInputs, seed: int, lengths: list[int], own: int, first: int = 0) -> PagedInputs:
+    """Any page numbers and lengths; what is in no page that a table names is NaN, and pages before ``first`` are."""
+    draw = np.random.default_rng(seed)
+    assert inputs.page_table is not None
+    count, table = inputs.key.shape[0], np.maximum(np.asarray(inputs.page_table), first)
+    wild = [-1, -(2**31), count, 2**31 - 1, own, own]
+    table = np.where(draw.random(table.shape) < 0.4, draw.choice(wild, table.shape), table)
+    unused = jnp.asarray(sorted(set(range(count)) - set(table.ravel().tolist())), jnp.int32)
+    pages = {name: x.at[unused].set(jnp.nan) for name in ("key", "value") if (x := getattr(inputs, name)) is not None}
+    drawn = draw.choice(lengths, len(table))
+    return inputs.replace(page_table=jnp.asarray(table, jnp.int32), kv_lengths=jnp.asarray(drawn, jnp.int32), **pages)
+
+
+def with_unseen_keys(inputs: PagedInputs, seen: int = 1 << 30) -> PagedInputs:
+    """NaN in all keys and values beyond the lengths, and before so many that end there."""
+    table = np.arange(len(inputs.kv_lengths))[:, None] if inputs.page_table is None else np.asarray(inputs.page_table)
+    dirty, position = np.zeros(inputs.key.shape[:2], bool), np.arange(inputs.capacity).reshape(table.shape[1], -1)
+    for row, length in enumerate(np.asarray(inputs.kv_lengths)):
+        dirty[table[row]] = (position >= length) | (position < length - seen)
+    arrays = {name: x for name in ("key", "value") if (x := getattr(inputs, name)) is not None}
+    return inputs.replace(**{n: jnp.where(jnp.asarray(dirty)[..., None, None], jnp.nan, x) for n, x in arrays.items()})
+
+
+def check_rows_without_keys(found: Found, lengths: Sequence[int], q_length: int = 1) -> None:
+    """Results of sequences without keys are zeros, and their log-sum-exp is -inf."""
+    for row, length in enumerate(lengths):
+        if length <= 0:
+            tokens = slice(row * q_length, (row + 1) * q_length)
+            assert not np.any(np.asarray(found["out"][tokens]))
+            assert np.all(np.isneginf(np.asarray(found["lse"][tokens])))
+
+
+FAR_WINDOWS = [(2**31 - 1, 2**31 - 1), (None, 2**40)]
 LENGTHS = [[0, 0, 0], [0, 72, 1], [72, 73, 1 << 30], [-5, 2**31 - 1, -(2**31)]]
-PAGED = {"sequences": 3, "kv_length": 70, "heads": 4, "kv_heads": 2, "head_dim": 16, "page_size": 8}
+PAGED: dict[str, Any] = {
+    "sequences": 3, "kv_length": 70, "heads": 4, "kv_heads": 2, "head_dim": 16, "page_size": 8
+}  # fmt: skip
 
 
-class PagedConformance(abc.ABC):
-    """Set ``backend``, and ``machine`` to what it runs in.
+def ragged(**fields: Any) -> PagedInputs:
+    """Inputs of packed queries over small pages."""
+    return inputs_of("ragged_page_attention", RaggedPageCase("", **PAGED | fields))
 
-    ``params`` should make several tiles of a few dozen keys.
-    """
 
-    backend: ClassVar[Backend]
-    machine: ClassVar[Callable[[], AbstractContextManager[Any]]] = contextlib.nullcontext
+class CacheConformance(ContainedConformance[Any, PagedInputs]):
+    """A backend of attention over a cache, which has no gradients."""
 
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        if "op_and_case" in metafunc.fixturenames:
-            metafunc.parametrize("op_and_case", CASES, ids=describe)
+    def cotangents(self, inputs: PagedInputs) -> None:
+        return None
 
-    @abc.abstractmethod
-    def params(self, inputs: PagedInputs) -> Any:
-        """What to run with."""
+    @staticmethod
+    def named(results: Any, gradients: dict[str, Any]) -> Found:
+        return dict(zip(("out", "lse"), results, strict=True))
 
-    def run(self, inputs: PagedInputs) -> Any:
-        with type(self).machine():
-            reasons = self.backend.not_supported_reasons(inputs, current_device(), "forward")
-            if reasons:
-                pytest.skip("; ".join(reasons))
-            params = self.params(inputs)
-            quick = QUICK if current_device().kind == "cpu" else None
-            run = jax.jit(lambda inputs: self.backend.forward(inputs, params), compiler_options=quick)
-            return jax.block_until_ready(run(inputs))
+    def dtypes(self, inputs: PagedInputs) -> dict[str, Any]:
+        return {"out": inputs.query.dtype, "lse": jnp.promote_types(inputs.query.dtype, jnp.float32)}
 
-    def run_and_check(self, inputs: PagedInputs, factor: float = 2.0) -> Any:
-        got = self.run(inputs)
-        check(got, inputs, factor)
-        return got
+    def oracle(self, inputs: PagedInputs, cotangents: Any) -> tuple[Found, Found | None]:
+        return oracles(inputs)
 
-    def test_pairwise(self, op_and_case: tuple[str, ServingCase]):
-        op, case = op_and_case
-        self.run_and_check(inputs_of(op, case), case.tolerance_factor)
+    def run_on_hostile(self, inputs: PagedInputs) -> None:
+        assert np.isfinite(np.asarray(self.run_and_check(inputs)["out"], np.float32)).all()
+
+
+class PagedConformance(CacheConformance):
+    """A backend of the ops over any cache; ``params`` should make several tiles of a few dozen keys."""
+
+    cases = CASES
+    repeated = ("ragged_page_attention", RaggedPageCase("", **PAGED, q_lengths=(1, 9, 2)))
+    poisons = ("dense", "paged")
+
+    @staticmethod
+    def describe(case: Any) -> str:
+        return describe(case)
+
+    def inputs(self, case: tuple[str, ServingCase]) -> PagedInputs:
+        return inputs_of(*case)
+
+    def factor(self, case: tuple[str, ServingCase]) -> float:
+        return case[1].tolerance_factor
+
+    def params_of(self, inputs: PagedInputs) -> tuple[Any, Any]:
+        return self.params(inputs), None
+
+    def poisoned(self, poison: str) -> Poisoned:
+        """What lies beyond the lengths is not looked at."""
+        inputs = inputs_of("decode_attention", DecodeCase("", **PAGED | {"kv_length": 72}, paged=poison == "paged"))
+        return Poisoned((inputs, None), (with_unseen_keys(inputs), None))
 
     @pytest.mark.parametrize("page_size", [2, 8, 32, 128])
     def test_page_sizes(self, page_size: int):
-        case = RaggedPageCase("", **PAGED | {"page_size": page_size, "kv_length": 130}, q_lengths=(1, 20, 0))
-        self.run_and_check(inputs_of("ragged_page_attention", case))
+        self.run_and_check(ragged(page_size=page_size, kv_length=130, q_lengths=(1, 20, 0)))
 
     @pytest.mark.parametrize("lengths", LENGTHS)
     def test_lengths_of_zero_and_beyond_the_table(self, lengths: list[int]):
-        positional, _ = DecodeCase("", **PAGED, paged=True).arguments()
-        *cache, _ = positional
-        inputs = kernel("decode_attention").prepare(
-            *cache, jnp.asarray(lengths), DecodeCase("", **PAGED, paged=True).arguments()[1]["page_table"]
-        )
-        out, lse = self.run_and_check(inputs)
-        for row, length in enumerate(lengths):
-            if length <= 0:
-                assert not np.any(np.asarray(out[row]))
-                assert np.all(np.isneginf(np.asarray(lse[row])))
+        inputs = inputs_of("decode_attention", DecodeCase("", **PAGED, paged=True))
+        found = self.run_and_check(inputs.replace(kv_lengths=jnp.asarray(lengths, jnp.int32)))
+        check_rows_without_keys(found, lengths)
 
     def test_starts_with_a_page_table(self):
         """What lies before a start is not looked at; a start below 0 is 0, one beyond the length leaves no key."""
@@ -193,75 +230,41 @@ class PagedConformance(abc.ABC):
         inputs = kernel("page_attention").prepare(
             query, key, value, table, lengths, starts, softmax_aux=given["softmax_aux"]
         )
-        out, _ = self.run_and_check(inputs)
+        out = self.run_and_check(inputs)["out"]
         assert np.isfinite(np.asarray(out)).all()
         assert not np.any(np.asarray(out[2]))
 
     @pytest.mark.parametrize("seed", range(6))
     def test_hostile_tables(self, seed: int):
-        """Any page numbers, lengths and boundaries; what is in no page that a query sees is NaN."""
-        draw = np.random.default_rng(seed)
-        case = RaggedPageCase("", **PAGED, q_lengths=(3, 1, 14), sliding_window=(None, 30)[seed % 2])
-        query, key, value, table, lengths, cum = case.arguments(seed)[0]
-        wild = [-1, -(2**31), key.shape[0], 2**31 - 1, 7, 7]
-        table = np.where(draw.random(table.shape) < 0.4, draw.choice(wild, table.shape), np.asarray(table))
-        lengths = draw.choice([0, 5, 71, 1000, -3, 2**31 - 1], 3)
-        cum = np.array([[2, 1, 40, 9], [0, 3, 3, 17], [-7, 2**31 - 1, -(2**31), 5]][seed % 3])
-        named = set(table[(table >= 0) & (table < key.shape[0])].tolist())
-        unused = [page for page in range(key.shape[0]) if page not in named]
-        key, value = (array.at[jnp.asarray(unused, jnp.int32)].set(jnp.nan) for array in (key, value))
-        inputs = kernel("ragged_page_attention").prepare(query, key, value, table, lengths, cum)
-        out, _ = self.run_and_check(inputs)
-        assert np.isfinite(np.asarray(out)).all()
-
-    @pytest.mark.parametrize("paged", [False, True])
-    def test_what_lies_beyond_the_lengths_is_not_looked_at(self, paged: bool):
-        case = DecodeCase("", **PAGED | {"kv_length": 72}, paged=paged)
-        inputs = inputs_of("decode_attention", case)
-        table = np.arange(3)[:, None] if inputs.page_table is None else np.asarray(inputs.page_table)
-        dirty = np.zeros(inputs.key.shape[:2], bool)
-        position = np.arange(inputs.capacity).reshape(table.shape[1], -1)
-        for row, length in enumerate(np.asarray(inputs.kv_lengths)):
-            dirty[table[row]] = position >= length
-        key, value = (
-            jnp.where(jnp.asarray(dirty)[..., None, None], jnp.nan, array) for array in (inputs.key, inputs.value)
-        )
-        clean = self.run(inputs)
-        for got, want in zip(self.run(dataclasses.replace(inputs, key=key, value=value)), clean, strict=True):
-            np.testing.assert_array_equal(got, want)
+        """Any page numbers, lengths and boundaries."""
+        inputs = ragged(q_lengths=(3, 1, 14), sliding_window=(None, 30)[seed % 2])
+        cum = [[2, 1, 40, 9], [0, 3, 3, 17], [-7, 2**31 - 1, -(2**31), 5]][seed % 3]
+        inputs = hostile(inputs, seed, [0, 5, 71, 1000, -3, 2**31 - 1], own=7)
+        self.run_on_hostile(inputs.replace(cum_q_lens=jnp.asarray(cum, jnp.int32)))
 
     @pytest.mark.parametrize("scale", [10.0, -10.0])
     def test_large_logits(self, scale: float):
-        case = RaggedPageCase("", **PAGED, q_lengths=(1, 9, 2), softmax_scale=scale, sinks=1)
-        self.run_and_check(inputs_of("ragged_page_attention", case), 3.0)
+        self.run_and_check(ragged(q_lengths=(1, 9, 2), softmax_scale=scale, sinks=1), 3.0)
 
     @pytest.mark.parametrize("window", FAR_WINDOWS)
     def test_windows_beyond_every_length(self, window: Any):
-        case = RaggedPageCase("", **PAGED, q_lengths=(1, 9, 2), causal=False, sliding_window=window)
-        inputs = inputs_of("ragged_page_attention", case)
-        inputs = dataclasses.replace(inputs, kv_lengths=jnp.asarray([2**31 - 1, 60, 2**30], jnp.int32))
-        self.run_and_check(inputs)
+        inputs = ragged(q_lengths=(1, 9, 2), causal=False, sliding_window=window)
+        self.run_and_check(inputs.replace(kv_lengths=jnp.asarray([2**31 - 1, 60, 2**30], jnp.int32)))
 
     @pytest.mark.parametrize("shape", [(0, 40), (3, 0)])
     def test_nothing_at_all(self, shape: tuple[int, int]):
         sequences, kv_length = shape
         case = DecodeCase("", **PAGED | {"sequences": sequences, "kv_length": kv_length}, sinks=2, paged=False)
-        out, lse = self.run(inputs_of("decode_attention", case))
-        assert out.shape == (sequences, 4, 16)
-        assert lse.shape == (sequences, 4)
-        check((out, lse), inputs_of("decode_attention", case))
-
-    def test_a_run_repeats_bit_for_bit(self):
-        inputs = inputs_of("ragged_page_attention", RaggedPageCase("", **PAGED, q_lengths=(1, 9, 2)))
-        for first, second in zip(self.run(inputs), self.run(inputs), strict=True):
-            np.testing.assert_array_equal(first, second)
+        found = self.run_and_check(inputs_of("decode_attention", case))
+        assert found["out"].shape == (sequences, 4, 16)
+        assert found["lse"].shape == (sequences, 4)
 
     @pytest.mark.parametrize(("q_lengths", "window"), list(itertools.product([(1,), (5, 12, 1)], [None, (9, 0)])))
     def test_against_jax_on_dense_caches(self, q_lengths: tuple[int, ...], window: Any):
         """Each sequence by ``jax.nn.dot_product_attention``, on a dense copy of its pages."""
         case = RaggedPageCase("", **PAGED, q_lengths=q_lengths, sliding_window=window)
         inputs = inputs_of("ragged_page_attention", case, seed=3)
-        out, _ = self.run(inputs)
+        out = self.compiled(inputs)(inputs, None)["out"]
         peer = jax.jit(lambda *x: jax.nn.dot_product_attention(*x, is_causal=True, local_window_size=window))
         cum = np.asarray(inputs.cum_q_lens)
         for row, length in enumerate(np.asarray(inputs.kv_lengths)):

@@ -3,9 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,6 @@ from tests.kernels.hopper.schedule import check_schedules
 from tests.kernels.paged_attention.conformance import check
 from tests.kernels.paged_attention.latent_conformance import LatentConformance, latent_inputs
 from tests.support.mosaic_interpret import interpret_mosaic
-from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.paged_attention.hopper import latent_backend as pallas_gpu
 from tilewright.kernels.paged_attention.hopper.latent_backend import HopperLatentParams, PallasGpuPagedAttention
 from tilewright.kernels.paged_attention.inputs import PagedInputs
@@ -29,8 +26,9 @@ BACKEND = PallasGpuPagedAttention()
 
 
 class TestPallasGpu(LatentConformance):
-    backend: ClassVar[Backend] = BACKEND
-    machine: ClassVar[Callable[[], AbstractContextManager[Any]]] = staticmethod(interpret_mosaic)
+    backend = BACKEND
+    device = H100
+    machine = staticmethod(interpret_mosaic)
 
     def params(self, splits: int) -> Any:
         return HopperLatentParams(splits, splits - 1)  # with and without loads into the L2 cache

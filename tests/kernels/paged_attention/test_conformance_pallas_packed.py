@@ -1,19 +1,26 @@
 """Packed queries over pages on Hopper, interpreted on the CPU: conformance, races, barriers; what selection sees."""
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import tilewright
+from tests.kernels.conformance import Poisoned
 from tests.kernels.conftest import H100
 from tests.kernels.hopper.schedule import check_schedules
-from tests.kernels.paged_attention.conformance import check, inputs_of, structs_of
+from tests.kernels.paged_attention.conformance import (
+    CacheConformance,
+    check,
+    check_rows_without_keys,
+    hostile,
+    inputs_of,
+    structs_of,
+    with_unseen_keys,
+)
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels import kernel
 from tilewright.kernels.cuda import toolchain
@@ -61,86 +68,65 @@ def forward(inputs: PagedInputs, stages: int = 2) -> Any:
     return BACKEND.forward(inputs, HopperChunkParams(stages))
 
 
-def run(inputs: PagedInputs, stages: int = 2, detect_races: bool = False) -> Any:
-    assert not BACKEND.not_supported_reasons(inputs, H100, "forward")
-    with interpret_mosaic(detect_races=detect_races):
-        return jax.block_until_ready(jax.jit(lambda inputs: forward(inputs, stages))(inputs))
+class TestPacked(CacheConformance):
+    """Numbers of stages take turns."""
 
+    backend = BACKEND
+    device = H100
+    machine = staticmethod(interpret_mosaic)
+    cases = tuple((name, 2 + index % 3) for index, name in enumerate(CALLS))
+    repeated = ("pages of two tiles", 2)
+    poisons = ("16", "128")
+    stages = 2
 
-# Numbers of stages take turns.
-@pytest.mark.parametrize(
-    ("name", "stages"),
-    [(name, 2 + index % 3) for index, name in enumerate(CALLS)],
-)
-def test_calls(name: str, stages: int):
-    inputs = ragged_inputs(**CALLS[name])
-    check(run(inputs, stages), inputs)
+    @staticmethod
+    def describe(case: Any) -> str:
+        return f"{case[0]}-{case[1]}"
 
+    def inputs(self, case: tuple[str, int]) -> PagedInputs:
+        return ragged_inputs(**CALLS[case[0]])
 
-@pytest.mark.parametrize("page_size", [16, 256])
-def test_lengths(page_size: int):
-    """Around a tile's end, beyond the table, fewer than the new tokens, and none at all."""
-    lengths = [0, 1, 127, 128, 129, 300, 1 << 30, 2**31 - 1, -5, -(2**31), 2]
-    inputs = ragged_inputs(sequences=len(lengths), q_lengths=(3,), page_size=page_size)
-    inputs = dataclasses.replace(inputs, kv_lengths=jnp.asarray(lengths, jnp.int32))
-    out, lse = got = run(inputs)
-    check(got, inputs)
-    for row, length in enumerate(lengths):
-        if length <= 0:
-            assert not np.any(np.asarray(out[3 * row : 3 * row + 3]))
-            assert np.all(np.isneginf(np.asarray(lse[3 * row : 3 * row + 3])))
+    def params_of(self, inputs: PagedInputs) -> tuple[Any, Any]:
+        assert not self.reasons(inputs, "forward")
+        return HopperChunkParams(self.stages), None
+
+    def poisoned(self, poison: str) -> Poisoned:
+        """What no query sees is not looked at: neither beyond the lengths nor before the window of the first query."""
+        inputs = ragged_inputs(page_size=int(poison), q_lengths=(2,), sliding_window=100)
+        inputs = inputs.replace(kv_lengths=jnp.asarray([290, 130, 300], jnp.int32))
+        self.run_and_check(inputs)
+        return Poisoned((inputs, None), (with_unseen_keys(inputs, 102), None))
+
+    def test_results_and_gradients(self, case: Any):
+        self.stages = case[1]
+        super().test_results_and_gradients(case)
+
+    @pytest.mark.parametrize("page_size", [16, 256])
+    def test_lengths(self, page_size: int):
+        """Around a tile's end, beyond the table, fewer than the new tokens, and none at all."""
+        lengths = [0, 1, 127, 128, 129, 300, 1 << 30, 2**31 - 1, -5, -(2**31), 2]
+        inputs = ragged_inputs(sequences=len(lengths), q_lengths=(3,), page_size=page_size)
+        found = self.run_and_check(inputs.replace(kv_lengths=jnp.asarray(lengths, jnp.int32)))
+        check_rows_without_keys(found, lengths, 3)
+
+    @pytest.mark.parametrize(("seed", "page_size"), [(0, 16), (1, 64), (2, 128), (1, 256)])
+    def test_hostile_tables(self, seed: int, page_size: int):
+        self.run_on_hostile(hostile_inputs(seed, page_size, (None, 130)[seed % 2]))
 
 
 def hostile_inputs(seed: int, page_size: int, window: Any = None) -> PagedInputs:
-    """Any page numbers, lengths and boundaries; what is in no page that a table names, page 0 among it, is NaN."""
-    draw = np.random.default_rng(seed)
+    """Any page numbers, lengths and boundaries; page 0 is in no table."""
     inputs = ragged_inputs(page_size=page_size, q_lengths=(3, 1, 40), sliding_window=window)
-    pages = inputs.key.shape[0]
-    wild = [-1, -(2**31), pages, 2**31 - 1, 3, 3]
-    table = np.maximum(np.asarray(inputs.page_table), 1)
-    table = np.where(draw.random(table.shape) < 0.4, draw.choice(wild, table.shape), table)
-    unused = sorted(set(range(pages)) - set(table[(table >= 0) & (table < pages)].tolist()))
-    assert 0 in unused
-    key, value = (a.at[jnp.asarray(unused, jnp.int32)].set(jnp.nan) for a in (inputs.key, inputs.value))
     cum = [[2, 1, 60, 9], [0, 3, 3, 44], [-7, 2**31 - 1, -(2**31), 5]][seed]
-    return dataclasses.replace(
-        inputs,
-        key=key,
-        value=value,
-        page_table=jnp.asarray(table, jnp.int32),
-        kv_lengths=jnp.asarray(draw.choice([0, 5, 171, 1000, -3, 2**31 - 1], 3), jnp.int32),
-        cum_q_lens=jnp.asarray(cum, jnp.int32),
-    )
-
-
-@pytest.mark.parametrize(("seed", "page_size"), [(0, 16), (1, 64), (2, 128), (1, 256)])
-def test_hostile_tables(seed: int, page_size: int):
-    inputs = hostile_inputs(seed, page_size, (None, 130)[seed % 2])
-    out, _ = got = run(inputs)
-    check(got, inputs)
-    assert np.isfinite(np.asarray(out, np.float32)).all()
-
-
-@pytest.mark.parametrize("page_size", [16, 128])
-def test_what_no_query_sees_is_not_looked_at(page_size: int):
-    """Neither beyond the lengths nor before the window of the first query."""
-    inputs = ragged_inputs(page_size=page_size, q_lengths=(2,), sliding_window=100)
-    inputs = dataclasses.replace(inputs, kv_lengths=jnp.asarray([290, 130, 300], jnp.int32))
-    position = np.arange(inputs.capacity).reshape(-1, page_size)
-    dirty = np.zeros(inputs.key.shape[:2], bool)
-    for row, length in enumerate((290, 130, 300)):
-        dirty[np.asarray(inputs.page_table)[row]] = (position >= length) | (position < length - 102)
-    key, value = (jnp.where(jnp.asarray(dirty)[..., None, None], jnp.nan, a) for a in (inputs.key, inputs.value))
-    clean = run(inputs)
-    check(clean, inputs)
-    for got, want in zip(run(dataclasses.replace(inputs, key=key, value=value)), clean, strict=True):
-        np.testing.assert_array_equal(got, want)
+    inputs = hostile(inputs, seed, [0, 5, 171, 1000, -3, 2**31 - 1], own=3, first=1)
+    return inputs.replace(cum_q_lens=jnp.asarray(cum, jnp.int32))
 
 
 @pytest.mark.parametrize(("page_size", "stages"), [(16, 2), (128, 3)])
 def test_races(page_size: int, stages: int):
     inputs = hostile_inputs(1, page_size, 130)
-    check(run(inputs, stages, detect_races=True), inputs)
+    with interpret_mosaic(detect_races=True):
+        check(jax.block_until_ready(jax.jit(lambda inputs: forward(inputs, stages))(inputs)), inputs)
 
 
 @pytest.mark.parametrize(("page_size", "stages"), list(itertools.product([32, 128], [2, 3])))

@@ -3,9 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +15,9 @@ pytest.importorskip("triton")
 from tests.kernels.conftest import A100, H100
 from tests.kernels.paged_attention.conformance import PAGED, PagedConformance, check, inputs_of, structs_of
 from tilewright.kernels import kernel
-from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
+from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
 from tilewright.kernels.paged_attention.ops.page_attention import PageCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.triton import positions
@@ -33,8 +31,8 @@ BACKEND = TritonPagedAttention()
 
 
 class TestTriton(PagedConformance):
-    backend: ClassVar[Backend] = BACKEND
-    machine: ClassVar[Callable[[], AbstractContextManager[Any]]] = staticmethod(interpret_triton)
+    backend = BACKEND
+    machine = staticmethod(interpret_triton)
 
     def params(self, inputs: PagedInputs) -> Any:
         several = inputs.longest_q > 1
@@ -45,15 +43,16 @@ class TestTriton(PagedConformance):
         )
 
 
-def test_a_latent_of_512_and_64():
-    from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
+def run(inputs: PagedInputs, **params: int) -> Any:
+    given = FwdParams(**{"q_blocksize": 1, "kv_blocksize": 16, "num_key_splits": 2} | params)
+    with interpret_triton():
+        return jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, given))(inputs))
 
+
+def test_a_latent_of_512_and_64():
     case = MlaCase("", sequences=2, kv_length=50, heads=70, head_dim=576, value_dim=512, page_size=16, dtype="bfloat16")
     inputs = inputs_of("mla_decode", case)
-    params = FwdParams(q_blocksize=1, kv_blocksize=32, num_key_splits=2, num_warps=8, num_stages=2)
-    with interpret_triton():
-        got = jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, params))(inputs))
-    check(got, inputs)
+    check(run(inputs, kv_blocksize=32, num_warps=8, num_stages=2), inputs)
 
 
 @pytest.mark.parametrize(
@@ -72,10 +71,7 @@ def test_one_byte_elements_of_any_scale(kv_dtype: str, size: float):
         key_scale=inputs.key_scale / size,
         value_scale=inputs.value_scale * size * jnp.asarray(spread, jnp.float32),
     )
-    params = FwdParams(q_blocksize=1, kv_blocksize=16, num_key_splits=2)
-    with interpret_triton():
-        got = jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, params))(inputs))
-    check(got, inputs)
+    check(run(inputs), inputs)
 
 
 def test_small_weights_of_many_keys_count():
@@ -86,9 +82,7 @@ def test_small_weights_of_many_keys_count():
     value = jnp.ones((1, keys, 1, 32), jnp.int8).at[0, 0].set(0)
     op, scales = kernel("decode_attention"), {"key_scale": bits * math.log(2.0) / 100, "value_scale": 1.0}
     inputs = op.prepare(query, key, value, jnp.asarray([keys]), softmax_scale=1.0, **scales)
-    params = FwdParams(q_blocksize=1, kv_blocksize=64, num_key_splits=1)
-    with interpret_triton():
-        out, _ = jax.jit(lambda inputs: BACKEND.forward(inputs, params))(inputs)
+    out, _ = run(inputs, kv_blocksize=64, num_key_splits=1)
     np.testing.assert_allclose(np.asarray(out, np.float32), 4096 * 2.0**-bits, rtol=2.0**-6)
 
 

@@ -2,21 +2,22 @@
 
 import dataclasses
 import itertools
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.kernels.conformance import QUICK
+from tests.kernels.conftest import H100
 from tests.kernels.paged_attention.conformance import (
     PAGED,
-    QUICK,
     PagedConformance,
     check,
     inputs_of,
+    ragged,
     structs_of,
 )
-from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
@@ -24,13 +25,10 @@ from tilewright.kernels.paged_attention.xla.backend import XlaPagedAttention
 from tilewright.ops.types import Device
 from tilewright.ops.utils.datacarrier import FwdParams
 from tilewright.ops.utils.device import current_device
-from tilewright.ops.utils.known_devices import find_device
-
-GPU = find_device("NVIDIA H100 80GB HBM3").device
 
 
 class TestXla(PagedConformance):
-    backend: ClassVar[Backend] = XlaPagedAttention()
+    backend = XlaPagedAttention()
 
     def params(self, inputs: PagedInputs) -> Any:
         return FwdParams(q_blocksize=4, kv_blocksize=24, blocksize_heads=2 * inputs.heads)
@@ -46,7 +44,7 @@ PARAMS = [
 
 @pytest.mark.parametrize(("params", "q_lengths"), list(itertools.product(PARAMS, [(1,), (4, 0, 11)])))
 def test_any_params_give_the_same(params: FwdParams, q_lengths: tuple[int, ...]):
-    inputs = inputs_of("ragged_page_attention", RaggedPageCase("", **PAGED, q_lengths=q_lengths, sliding_window=40))
+    inputs = ragged(q_lengths=q_lengths, sliding_window=40)
     check(jax.jit(lambda inputs: XlaPagedAttention().forward(inputs, params), compiler_options=QUICK)(inputs), inputs)
 
 
@@ -59,7 +57,7 @@ def test_a_dense_cache_that_is_no_whole_number_of_blocks(capacity: int):
     check(XlaPagedAttention().forward(inputs, FwdParams(q_blocksize=1, kv_blocksize=24)), inputs)
 
 
-@pytest.mark.parametrize("device", [current_device(), GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("device", [current_device(), H100], ids=["cpu", "gpu"])
 def test_the_heuristic_is_bounded_and_no_candidate(device: Device):
     backend = XlaPagedAttention()
     for sequences, kv_length, q_lengths in ((1, 131072, (1,)), (256, 1024, (1,)), (2, 64, (700, 1)), (0, 0, (1,))):
