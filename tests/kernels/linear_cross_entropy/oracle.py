@@ -28,6 +28,19 @@ def log_softmax(logits: Any) -> tuple[Any, Any]:
     return logits - lse, lse
 
 
+def reduced(each: Any, valid: Any, token_weights: Any, reduction: str, d_loss: Any) -> tuple[Any, Any, Any]:
+    """The loss of those of tokens, and the gradients of these and of their weights."""
+    weights = np.where(valid, 1.0 if token_weights is None else f64(token_weights).reshape(-1), 0)
+    if reduction == "none":
+        of_each = f64(d_loss).reshape(-1)
+        return each * weights, of_each * weights, of_each * each
+    count = weights.sum()
+    scale = 1.0 if reduction == "sum" else (0.0 if count == 0 else 1 / count)
+    loss = (each * weights).sum() * scale
+    of_each = np.full(len(valid), float(d_loss) * scale)
+    return loss, of_each * weights, of_each * (each - (loss if reduction == "mean" else 0))
+
+
 def cross_entropy(
     x: Any,
     weight: Any,
@@ -53,23 +66,12 @@ def cross_entropy(
     x, weight = np.where(valid[:, None], f64(x).reshape(-1, d), 0), f64(weight)
     logits, slope, matrix = head(x, weight, None if bias is None else f64(bias), vocab_first, logits_soft_cap)
     log_p, lse = log_softmax(logits)
-    vocab, tokens = logits.shape[1], len(labels)
+    vocab = logits.shape[1]
     own = np.zeros_like(logits)
     own[valid, labels[valid]] = 1
     each = -(1 - label_smoothing) * (own * log_p).sum(-1) - label_smoothing * log_p.mean(-1) + z_loss * lse[:, 0] ** 2
     each = np.where(valid, each, 0)
-    given = np.ones(tokens) if token_weights is None else f64(token_weights).reshape(-1)
-    weights = np.where(valid, given, 0)
-    count = weights.sum()
-    if reduction == "none":
-        loss, of_each = each * weights, f64(d_loss).reshape(-1)
-        of_weights = of_each * each
-    else:
-        scale = 1.0 if reduction == "sum" else (0.0 if count == 0 else 1 / count)
-        loss = (each * weights).sum() * scale
-        of_each = np.full(tokens, float(d_loss) * scale)
-        of_weights = of_each * (each - (loss if reduction == "mean" else 0))
-    of_each = of_each * weights
+    loss, of_each, of_weights = reduced(each, valid, token_weights, reduction, d_loss)
     p = np.exp(log_p)
     if gradient_epsilon is not None:
         p = np.where(p < gradient_epsilon, 0, p)
@@ -118,17 +120,8 @@ def kl_divergence(
     (log_p, _), (log_q, _) = log_softmax(u / temperature), log_softmax(v / temperature)
     p, q = np.exp(log_p), np.exp(log_q)
     each = np.where(valid, (q * (log_q - log_p)).sum(-1), 0)
-    weights = np.where(valid, 1.0 if token_weights is None else f64(token_weights).reshape(-1), 0)
-    count = weights.sum()
-    if reduction == "none":
-        loss, of_each = each * weights, f64(d_loss).reshape(-1)
-        of_weights = of_each * each
-    else:
-        scale = 1.0 if reduction == "sum" else (0.0 if count == 0 else 1 / count)
-        loss = (each * weights).sum() * scale
-        of_each = np.full(len(valid), float(d_loss) * scale)
-        of_weights = of_each * (each - (loss if reduction == "mean" else 0))
-    c = (of_each * weights)[:, None] / temperature
+    loss, of_each, of_weights = reduced(each, valid, token_weights, reduction, d_loss)
+    c = of_each[:, None] / temperature
     g_u, g_v = c * (p - q) * of_u, c * q * (log_q - log_p - each[:, None]) * of_v
     turned = lambda matrix: matrix.T if vocab_first else matrix
     return {

@@ -10,21 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.kernels.conformance import check_candidates
 from tests.kernels.conftest import A100, H100
 from tests.kernels.linear_cross_entropy.conformance import (
     CASES,
+    KernelLossConformance,
     call_of,
     check,
     cotangents_of,
     directly,
     expected,
-    huge,
     served,
 )
 from tests.kernels.linear_cross_entropy.oracle import Found
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import even_blocks
+from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase
 from tilewright.kernels.linear_cross_entropy.hopper import backend
 from tilewright.kernels.linear_cross_entropy.hopper.params import (
     WORKSPACE,
@@ -36,7 +38,7 @@ from tilewright.kernels.linear_cross_entropy.hopper.params import (
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.kernels.op.choice import Choice, PerDirection
-from tilewright.ops.utils.serialize import tagged, untagged
+from tilewright.ops.types import Direction
 
 BACKEND = backend.HopperLinearCrossEntropy()
 PAIR = MatmulParams(128, 128, 2, cluster_m=2, band=1)
@@ -93,27 +95,27 @@ def forms_of(inputs: LossInputs) -> list[str]:
     return names if inputs.keeps_gradients else ["recomputed", "whole"]
 
 
-NAMES = [name for name in CASES if name not in ("float16", "two_dtypes", "no_tokens", "all_options_bfloat16")]
+class TestHopper(KernelLossConformance):
+    """The cases in 16 bits, with rows of whole 16 bytes."""
 
+    backend = BACKEND
+    device = H100
+    machine = staticmethod(interpret_mosaic)
+    forms = FORMS
+    ruled_out = ("kept", "whole")
+    edges = ("whole",)
+    names = tuple(n for n in CASES if n not in ("float16", "two_dtypes", "no_tokens", "all_options_bfloat16"))
 
-@pytest.mark.parametrize(
-    "name",
-    NAMES,
-)  # fmt: skip
-def test_results_and_gradients(name: str):
-    case = served(CASES[name])
-    args, options = call_of(case)
-    inputs = structs_of(args, options)
-    for direction in ("forward", "backward"):
-        assert not BACKEND.not_supported_reasons(inputs, H100, direction)
-    cotangents = cotangents_of(args[0], options)
-    want = expected(args, options, *cotangents)
-    for form in forms_of(inputs):
-        got = run(args, options, *cotangents, FORMS[form])
-        assert got["x"].dtype == args[0].dtype
-        assert got["weight"].dtype == args[1].dtype
-        assert got["loss"].dtype == jnp.float32
-        check(got, want, form) if name != "huge_logits" else huge(got, want)
+    def reasons(self, inputs: LossInputs, direction: Direction) -> list[str]:
+        found = super().reasons(inputs, direction)
+        assert not found, found
+        return found
+
+    def adapted(self, case: LinearCrossEntropyCase) -> LinearCrossEntropyCase:
+        return served(case)
+
+    def configs(self, inputs: LossInputs) -> list[Any]:
+        return [FORMS[name] for name in forms_of(inputs)]
 
 
 @pytest.mark.parametrize("form", list(FORMS))
@@ -121,32 +123,6 @@ def test_no_races(form: str):
     args, options = call_of(dataclasses.replace(served(CASES["all_options"]), tokens=70, logits_soft_cap=None))
     cotangents = cotangents_of(args[0], options)
     check(run(args, options, *cotangents, FORMS[form], races=True), expected(args, options, *cotangents), form)
-
-
-@pytest.mark.parametrize("form", ["kept", "whole"])
-def test_classes_that_a_bias_rules_out(form: str):
-    """Whole tiles of classes have no logit but -inf, the first and the last among them."""
-    args, options = call_of(dataclasses.replace(served(CASES["bias"]), tokens=20))
-    ruled_out = np.r_[:130, 200:202, 256:304]
-    labels = jnp.asarray(np.random.default_rng(0).integers(130, 200, 20), jnp.int32)
-    bias = jnp.asarray(options["bias"]).at[ruled_out].set(-jnp.inf)
-    got = run((*args[:2], labels), options | {"bias": bias}, np.float32(1), None, FORMS[form])
-    want = expected((*args[:2], labels), options | {"bias": bias.at[ruled_out].set(-1e30)}, 1.0, None)
-    check(got, want)
-    assert not np.any(got["bias"][ruled_out])
-
-
-def test_labels_at_the_edges_of_tiles():
-    """Every class once, in a vocabulary whose last tile is not full; and labels of no class."""
-    args, options = call_of(dataclasses.replace(served(CASES["vocab_first"]), tokens=301, ignored=0.0))
-    labels = jnp.arange(301, dtype=jnp.int32)
-    got = run((*args[:2], labels), options | {"reduction": "sum"}, np.float32(1), None, FORMS["whole"])
-    check(got, expected((*args[:2], labels), options | {"reduction": "sum"}, 1.0, None))
-    wrong, options = labels.at[:4].set(jnp.asarray([301, 302, 383, 2**31 - 1])), options | {"reduction": "none"}
-    d_loss = np.zeros(301, np.float32)
-    got = run((*args[:2], wrong), options, d_loss, None, FORMS["recomputed"])
-    assert np.all(np.isnan(got["loss"][:4]))
-    np.testing.assert_allclose(got["loss"][4:], expected((*args[:2], labels), options, d_loss, None)["loss"][4:], 1e-4)
 
 
 def test_ignored_tokens_reach_nothing():
@@ -157,27 +133,6 @@ def test_ignored_tokens_reach_nothing():
     for form in ("kept", "whole"):
         got = run((x, *args[1:]), options, np.float32(1), None, FORMS[form])
         check(got, expected(args, options, 1.0, None), form)
-
-
-@pytest.mark.parametrize("vocab_first", [False, True])
-def test_a_part_of_the_vocabulary(vocab_first: bool):
-    """Statistics alone, for labels of other parts, too."""
-    args, _ = call_of(served(dataclasses.replace(CASES["smoothing"], vocab_first=vocab_first, ignored=0.0)))
-    labels = jnp.asarray(args[2]).at[:3].set(jnp.asarray([400, -100, 5]))
-    inputs = LinearCrossEntropy().prepare(
-        *args[:2], labels, axis_name="vocab", vocab_first=vocab_first, label_smoothing=0.1
-    )
-    cfg = FORMS["recomputed"].forward.params
-    with interpret_mosaic():
-        got = jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, cfg))(inputs))
-    matrix = np.asarray(args[1], np.float64)
-    logits = np.asarray(args[0], np.float64) @ (matrix.T if vocab_first else matrix)
-    valid = np.arange(len(labels)) != 1
-    own = np.where(np.arange(len(labels)) == 0, 0, logits[np.arange(len(labels)), np.asarray(labels) % logits.shape[1]])
-    lse, label_logit, logit_sum = got.statistics
-    np.testing.assert_allclose(lse[valid], np.log(np.exp(logits).sum(-1))[valid], rtol=1e-5)
-    np.testing.assert_allclose(label_logit[valid], own[valid], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(logit_sum[valid], logits.sum(-1)[valid], rtol=1e-4, atol=1e-3)
 
 
 MAPPED = {"x": (0, None, None), "all": (0, 0, 0)}
@@ -239,14 +194,10 @@ def test_params(fields: dict[str, Any]):
     shape = (case.vocab, case.d) if case.vocab_first else (case.d, case.vocab)
     args = (struct((case.tokens, case.d), jnp.bfloat16), struct(shape, jnp.bfloat16), struct((case.tokens,), jnp.int32))
     inputs = structs_of(args, options)
-    for direction in ("forward", "backward"):
-        with mock.patch.object(backend, "num_sms", return_value=132):
-            listed = list(BACKEND.candidates(inputs, H100, direction))
-            assert listed[0] == BACKEND.heuristic(inputs, H100, direction)
-        assert len(set(listed)) == len(listed)
+    with mock.patch.object(backend, "num_sms", return_value=132):
+        every = check_candidates(BACKEND, inputs, H100, least=1)
+    for listed in every.values():
         for params in listed:
-            assert not BACKEND.config_reasons(inputs, H100, direction, params), params
-            assert untagged(tagged(params)) == params
             if isinstance(params, HopperLossParams) and params.keep:
                 assert params.block_tokens * case.vocab * 2 <= WORKSPACE
                 assert params.block_vocab == case.vocab

@@ -1,7 +1,7 @@
 """Conformance of the Triton backend of the cross-entropy, by Triton's interpreter; hostile cases, and its params."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,17 @@ import tilewright
 
 pytest.importorskip("triton")
 
+from tests.kernels.conformance import check_candidates
 from tests.kernels.conftest import A100, H100
 from tests.kernels.linear_cross_entropy.conformance import (
     CASES,
-    LossConformance,
+    KernelLossConformance,
     call_of,
     check,
     directly,
     expected,
 )
-from tests.kernels.linear_cross_entropy.oracle import Found, cross_entropy
+from tests.kernels.linear_cross_entropy.oracle import cross_entropy
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import even_blocks
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs, LossResults
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
@@ -34,13 +35,11 @@ from tilewright.kernels.linear_cross_entropy.triton.params import (
     TritonLossParams,
     block_sizes,
 )
-from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.kernels.triton import recorded_launches
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.kernels.triton.matmul import TritonTile
-from tilewright.ops.types import Device, Direction
-from tilewright.ops.utils.serialize import tagged, untagged
+from tilewright.ops.types import Device
 
 pytestmark = pytest.mark.usefixtures("unoptimised", "one_device")
 
@@ -71,18 +70,14 @@ def kept_is_not_served(inputs: LossInputs) -> bool:
     return inputs.keeps_gradients and bool(BACKEND.config_reasons(inputs, H100, "forward", cfg))
 
 
-def run(args: Any, options: dict[str, Any], d_loss: Any, d_lse: Any, cfg: Any) -> Found:
-    """A call of the backend by the interpreter."""
-    with interpret_triton():
-        call = jax.jit(lambda *arrays: directly(BACKEND, arrays, options, d_loss, d_lse, cfg))
-        return jax.block_until_ready(call(*args))
-
-
-class TestTriton(LossConformance):
-    backend: ClassVar[Backend[Any, Any, Any, Any]] = BACKEND
-
-    def run(self, args: Any, options: dict[str, Any], d_loss: Any, d_lse: Any, cfg: Any) -> Found:
-        return run(args, options, d_loss, d_lse, cfg)
+class TestTriton(KernelLossConformance):
+    backend = BACKEND
+    device = H100
+    machine = staticmethod(interpret_triton)
+    forms = FORMS
+    ruled_out = ("kept", "recomputed")
+    edges = ("kept", "whole")
+    edge_case = "float32"
 
     def configs(self, inputs: LossInputs) -> list[Any]:
         if not inputs.keeps_gradients:
@@ -93,62 +88,12 @@ class TestTriton(LossConformance):
             names = ["kept", "kept, in blocks", "whole"]
         return [FORMS[name] for name in names]
 
-    def reasons(self, inputs: LossInputs, direction: Direction) -> list[str]:
-        return BACKEND.not_supported_reasons(inputs.structs, H100, direction)
+
+run = TestTriton().run
 
 
 def arrays_of(name: str = "float32", **fields: Any) -> tuple[Any, dict[str, Any]]:
     return call_of(dataclasses.replace(CASES[name], **fields))
-
-
-@pytest.mark.parametrize("form", ["kept", "recomputed"])
-def test_classes_that_a_bias_rules_out(form: str):
-    """Whole tiles of classes have no logit but -inf, the first and the last among them."""
-    args, options = arrays_of(bias=True, tokens=20)
-    ruled_out = np.r_[:130, 200:202, 256:301]
-    labels = jnp.asarray(np.random.default_rng(0).integers(130, 200, 20), jnp.int32)
-    bias = jnp.asarray(options["bias"]).at[ruled_out].set(-jnp.inf)
-    got = run((*args[:2], labels), options | {"bias": bias}, np.float32(1), None, FORMS[form])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        # As with the least logits that float64 has nothing of.
-        want = expected((*args[:2], labels), options | {"bias": bias.at[ruled_out].set(-1e30)}, 1.0, None)
-    check(got, want)
-    assert not np.any(got["bias"][ruled_out])
-
-
-def test_labels_at_the_edges_of_tiles():
-    """Every class once, of a vocabulary whose last tile is not full; and labels of no class."""
-    args, options = arrays_of(tokens=301, reduction="none")
-    labels = jnp.arange(301, dtype=jnp.int32)
-    for form in ("kept", "whole"):
-        got = run((*args[:2], labels), options | {"reduction": "sum"}, np.float32(1), None, FORMS[form])
-        check(got, expected((*args[:2], labels), options | {"reduction": "sum"}, 1.0, None), form)
-    wrong = labels.at[:4].set(jnp.asarray([301, 302, 383, 2**31 - 1]))
-    d_loss = np.zeros(301, np.float32)
-    got = run((*args[:2], wrong), options, d_loss, None, FORMS["recomputed"])
-    want = expected((*args[:2], labels), options, d_loss, None)
-    assert np.all(np.isnan(got["loss"][:4]))
-    np.testing.assert_allclose(got["loss"][4:], want["loss"][4:], rtol=1e-4)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_statistics_of_a_part_of_the_vocabulary(smoothing: float):
-    """A label of another part has a logit of 0, which no program writes."""
-    args, _ = arrays_of(tokens=20)
-    labels = jnp.asarray(args[2]).at[:3].set(jnp.asarray([301, 301, -1]))
-    inputs = LinearCrossEntropy().prepare(*args[:2], labels, axis_name="vocab", label_smoothing=smoothing)
-    logits = np.asarray(inputs.x, np.float64) @ np.asarray(inputs.weight, np.float64)
-    with interpret_triton():
-        params = FORMS["recomputed"].forward.params
-        got = jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, params))(inputs))
-    lse, label_logit, logit_sum = got.statistics
-    np.testing.assert_array_equal(label_logit[:3], 0)
-    own = logits[np.arange(3, 20), np.asarray(labels)[3:]]
-    np.testing.assert_allclose(label_logit[3:], own, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(lse[:2], np.log(np.exp(logits[:2]).sum(-1)), rtol=1e-5)
-    assert lse[2] == 0
-    if smoothing:
-        np.testing.assert_allclose(logit_sum[3:], logits[3:].sum(-1), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -278,15 +223,7 @@ def test_what_shares_do_not_give(also: dict[str, Any]):
 @pytest.mark.parametrize("fields", [{"dtype": "bfloat16"}, {}, {"reduction": "none"}, {"d": 30, "dtype": "float16"}])
 def test_params(device: Device, fields: dict[str, Any]):
     inputs = structs_of(**fields)
-    directions: tuple[Direction, ...] = ("forward", "backward")
-    for direction in directions:
-        listed = list(BACKEND.candidates(inputs, device, direction))
-        assert len(listed) == len(set(listed)) > 1
-        assert BACKEND.heuristic(inputs, device, direction) == listed[0]
-        for params in listed:
-            assert untagged(tagged(params)) == params
-            assert not BACKEND.config_reasons(inputs, device, direction, params)
-    forward, backward = (BACKEND.heuristic(inputs, device, each) for each in directions)
+    forward, backward = (listed[0] for listed in check_candidates(BACKEND, inputs, device).values())
     assert isinstance(forward, TritonLossParams)
     assert isinstance(backward, TritonLossBackwardParams)
     assert forward.keep == inputs.keeps_gradients == (not backward.recompute)

@@ -1,7 +1,7 @@
 """Conformance of the XLA backend of the vocabulary losses; its blocks, its memory, what a program leaves out."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -21,11 +21,9 @@ from tests.kernels.linear_cross_entropy.conformance import (
 )
 from tests.kernels.linear_cross_entropy.oracle import cross_entropy
 from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase
-from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.xla.backend import XlaLinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.xla.params import XlaLossBackwardParams, XlaLossParams, block_sizes
-from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import linear_cross_entropy
 from tilewright.ops.types import Device
@@ -53,10 +51,8 @@ FORMS = {
 
 
 class TestXla(LossConformance):
-    backend: ClassVar[Backend[Any, Any, Any, Any]] = XlaLinearCrossEntropy()
-
-    def configs(self, inputs: LossInputs) -> list[Any]:
-        return list(FORMS.values())
+    backend = XlaLinearCrossEntropy()
+    forms = FORMS
 
 
 @given(
