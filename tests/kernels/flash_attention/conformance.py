@@ -304,7 +304,9 @@ class Conformance(every_op.Conformance[ConformanceCase, AttentionInputs]):
         self.run_and_check(inputs_of(case), case.tolerance_factor)
 
     def test_without_d_lse(self):
-        inputs = inputs_of(AttentionCase("", batch=2, q_length=40, heads=2, head_dim=16, causal=True, dtype=self.dtype))
+        inputs = inputs_of(
+            AttentionCase("", batch=2, q_length=40, heads=4, kv_heads=2, head_dim=16, causal=True, dtype=self.dtype)
+        )
         d_out, d_lse = cotangents(inputs)
         self.check(self.compiled(inputs)(inputs, (d_out, None)), inputs, (d_out, jnp.zeros_like(d_lse)))
 
@@ -340,7 +342,7 @@ class Conformance(every_op.Conformance[ConformanceCase, AttentionInputs]):
 
     @pytest.mark.parametrize("offset", [-(1 << 30), -45, 45, 1 << 30])
     def test_large_mask_offsets(self, offset: int):
-        case = AttentionCase("", batch=1, q_length=40, kv_length=70, heads=2, head_dim=16, dtype=self.dtype)
+        case = AttentionCase("", batch=1, q_length=40, kv_length=70, heads=4, kv_heads=2, head_dim=16, dtype=self.dtype)
         arrays, kwargs = case.arguments()
         mask = CausalMask(offset) & WindowMask(50, 3, offset)
         self.run_and_check(FlashAttention().prepare(*arrays, mask=mask, **kwargs))
