@@ -1,8 +1,8 @@
-"""Which suite of tests catches which defect.
+"""Which tests catch which defect.
 
-`record` runs the tests of `make test` once under coverage and notes which lines each test executes. `run`
-plants each defect in a copy of the code, and runs the tests that touch it until one fails, then, if none does, all
-others; what has a verdict is left out, so that an interrupted run goes on where it was. `table` shows the verdicts.
+`grow` lists new defects by rule, for the files of one backend of an op. `run` plants each defect in a copy of the code
+and runs the tests near it, cheapest first, until some fail; what has a verdict is left out, so that an interrupted run
+goes on where it was. `table` shows the verdicts.
 """
 
 import collections
@@ -15,22 +15,19 @@ import rich
 import rich.table
 import typer
 
-from tests.support.suites import SUITES
-from tools.mutants.contexts import Contexts
-from tools.mutants.contexts import record as record_tests
-from tools.mutants.defects import ROOT, Defect, load
+from tools.mutants import pairs
+from tools.mutants.defects import Defect, load
+from tools.mutants.near import costs, plan, suites_of
 from tools.mutants.plant import Copy
-from tools.mutants.verdicts import Verdict, Verdicts, fingerprint
-
-RECORDED = ROOT / ".mutants"
+from tools.mutants.plugin import Plan
+from tools.mutants.verdicts import Verdict, Verdicts
 
 
 class Reach(enum.StrEnum):
-    """Which tests run: those that touch a defect, all of `make test`, all of `make test-full`; or tests/gpu alone."""
+    """Which tests run: those near a defect, then all others, too; or those of an accelerator alone."""
 
     near = "near"
-    test = "test"
-    full = "full"
+    all = "all"
     gpu = "gpu"
 
 
@@ -38,14 +35,19 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__d
 
 
 @app.command()
-def record(
-    paths: Annotated[
-        list[str] | None, typer.Argument(help="tests to add to what is recorded; all anew if none")
-    ] = None,
-    jobs: int = 2,
+def grow(
+    op: str,
+    backend: str,
+    count: Annotated[int, typer.Option(help="defects to list")] = pairs.FEWEST,
+    seed: Annotated[int, typer.Option(help="of the order in which they are drawn")] = 0,
 ) -> None:
-    """Runs the tests of `make test` under coverage, and keeps what they touch in .mutants."""
-    record_tests(RECORDED, paths or [], jobs)
+    """Lists defects by rule that are not stored yet, as entries of defects/*.toml.
+
+    Store those that make the backend wrong, and the ids of the others in rejected.toml, with the reason: that they
+    change nothing, or speed alone. Which tests catch them must not decide.
+    """
+    for defect in pairs.grown(op, backend, count, seed, load().values()):
+        print(pairs.as_toml(defect))
 
 
 @app.command()
@@ -53,25 +55,20 @@ def run(
     only: Annotated[
         list[str] | None, typer.Argument(help="defects; if none is named, all without a valid verdict")
     ] = None,
-    reach: Annotated[Reach, typer.Option(help="which tests are run before a defect counts as not caught")] = Reach.full,
+    reach: Annotated[Reach, typer.Option(help="which tests are run before nothing catches a defect")] = Reach.near,
     gpu_tests: Annotated[str, typer.Option(help="of `--reach gpu`: a file or folder of tests")] = "tests/gpu",
     again: Annotated[bool, typer.Option("--all", help="those that have a verdict, too")] = False,
     jobs: Annotated[int, typer.Option(help="copies at work at once")] = 2,
 ) -> None:
     """Brings the verdicts up to date."""
-    defects, verdicts = load(), Verdicts()
-    contexts = None if reach is Reach.gpu else Contexts(RECORDED)
+    defects, verdicts, known = load(), Verdicts(), costs()
     verdicts.keep(set(defects))
     if unknown := set(only or ()) - set(defects):
         raise typer.BadParameter(f"there is no defect {', '.join(sorted(unknown))}")
 
     def is_open(defect: Defect) -> bool:
-        """Without a verdict, or its test is gone, or in a larger suite than the verdict says."""
         verdict = verdicts.of(defect)
-        if verdict is None or contexts is None or verdict.caught_by not in SUITES:
-            return verdict is None
-        now = contexts.suites.get(verdict.test)
-        return now is None or SUITES.index(now) > SUITES.index(verdict.caught_by)
+        return verdict is None or not verdict.stands()
 
     wanted = [defects[id] for id in only] if only else [d for d in defects.values() if again or is_open(d)]
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
@@ -82,10 +79,10 @@ def run(
         copy = copies.get()
         try:
             with copy.planted(defect):
-                if contexts is not None:
-                    return judge(defect, copy, contexts, reach)
-                outcome = copy.run_files([gpu_tests], "full")
-                return _verdict(defect, "gpu", outcome.failed, outcome.seconds) if outcome.failed else None
+                if reach is Reach.gpu:
+                    outcome = copy.run(Plan(((gpu_tests,),), known))
+                    return Verdict.on(defect, outcome.failed, outcome.seconds) if outcome.failed else None
+                return judge(defect, copy, known, reach)
         finally:
             copies.put(copy)
 
@@ -95,60 +92,53 @@ def run(
             verdict, says = future.result(), "not caught by what was run: without a verdict"
             if verdict is not None:
                 verdicts.put(begun[future], verdict)
-                says = f"{verdict.caught_by}: {verdict.test}" if verdict.caught_by else "nothing catches it"
-                says += f" ({verdict.seconds:.0f} s)"
+                says = f"{', '.join(verdict.tests) or 'nothing catches it'} ({verdict.seconds:.0f} s)"
             print(f"{done} of {len(wanted)}  {begun[future].id}  {says}", flush=True)
-    if contexts is None:
+    if reach is Reach.gpu:
         return
-    failing = _fail_without_a_defect(copies.get(), {v.test for d in wanted if (v := verdicts.of(d))}, contexts)
+    failing = fail_without_a_defect(copies.get(), {t for d in wanted if (v := verdicts.of(d)) for t in v.tests}, known)
     if failing:
-        print("fails without any defect, so its verdicts are worth nothing:", failing)
+        print("fail without any defect, so their verdicts are worth nothing:", *sorted(failing))
         raise typer.Exit(1)
     table()
 
 
-def judge(defect: Defect, copy: Copy, contexts: Contexts, reach: Reach) -> Verdict | None:
-    """Runs what touches a defect, suite by suite, and then all others, up to the first failure.
+def judge(defect: Defect, copy: Copy, known: dict[str, float], reach: Reach) -> Verdict | None:
+    """Runs the tests near a defect, then all others if wanted, until some fail.
 
-    Without one there is a verdict only if everything was run.
+    Without one there is a verdict only if all of the tests were run.
     """
-    seconds = 0.0
-    lists = [contexts.order(defect, [each]) for each in ("quick", "test")]
-    stages = [near for near, *_ in lists] + [[test for _, beside, _ in lists for test in beside]]
-    if reach is not Reach.near:
-        stages.append([test for *_, others in lists for test in others])
-    for tests in filter(None, stages):
-        outcome = copy.run(tests, "test")
+    near = plan(defect, known)
+    # The first files are collected in a second, and enough for most.
+    plans = [near.of_stages(slice(1)), near.of_stages(slice(1, None))]
+    if reach is Reach.all:
+        plans.append(plan(defect, known, all_tests=True))
+    seconds, complete = 0.0, True
+    for each in plans:
+        if not each.stages:
+            continue
+        outcome = copy.run(each)
         seconds += outcome.seconds
         if outcome.failed:
-            known = contexts.tests.get(outcome.failed)
-            return _verdict(defect, known.suite if known else "test", outcome.failed, seconds)
-    if reach is not Reach.full:
-        return None
-    near = {contexts.tests[test].file for tests in stages[:2] for test in tests}
-    for files in filter(None, (sorted(near), ["tests"])):
-        outcome = copy.run_files(files, "full")
-        seconds += outcome.seconds
-        if outcome.failed:
-            return _verdict(defect, "full", outcome.failed, seconds)
-    return _verdict(defect, "", "", seconds)
+            return Verdict.on(defect, outcome.failed, seconds)
+        complete = outcome.complete
+    return Verdict.on(defect, (), seconds) if complete else None
 
 
-def _verdict(defect: Defect, suite: str, test: str, seconds: float) -> Verdict:
-    return Verdict(suite, test, round(seconds, 1), fingerprint(defect))  # type: ignore[arg-type]
-
-
-def _fail_without_a_defect(copy: Copy, tests: set[str], contexts: Contexts) -> str:
-    """One of some tests that fails in a copy as it is, "" if none does."""
-    known = sorted(tests & set(contexts.tests))
-    return copy.run(known, "test").failed if known else ""
+def fail_without_a_defect(copy: Copy, tests: set[str], known: dict[str, float]) -> set[str]:
+    """Those of some tests that fail in a copy as it is."""
+    if not tests:
+        return set()
+    everything = Plan((tuple(sorted(tests)),), known, enough=len(tests), after=1e9)
+    return set(copy.run(everything).failed)
 
 
 @app.command()
 def table() -> None:
     """Shows how many defects of each area each suite catches, and those that `make test` does not."""
-    defects, verdicts = load(), Verdicts()
-    counts = collections.Counter((d.area, v.caught_by) for d in defects.values() if (v := verdicts.of(d)) is not None)
+    defects, verdicts, suites = load(), Verdicts(), suites_of()
+    caught = {d.id: v.caught_by(suites) for d in defects.values() if (v := verdicts.of(d)) is not None}
+    counts = collections.Counter((d.area, caught[d.id]) for d in defects.values() if d.id in caught)
     areas = sorted({defect.area for defect in defects.values()})
     shown = rich.table.Table(
         "area", "defects", "make quick", "make test", "make test-full", "make test-gpu alone", "nothing"
@@ -159,10 +149,9 @@ def table() -> None:
         total = sum(d.area in within for d in defects.values())
         shown.add_row(area, *map(str, (total, quick, quick + test, quick + test + full, gpu, none)))
     rich.print(shown)
-    for defect in defects.values():
-        verdict = verdicts.of(defect)
-        if verdict is None or verdict.caught_by not in ("quick", "test"):
-            print(f"{defect.id}: {'no verdict' if verdict is None else verdict.test or 'nothing catches it'}")
+    for id in defects:
+        if caught.get(id) not in ("quick", "test"):
+            print(f"{id}: {caught[id] or 'nothing catches it' if id in caught else 'no verdict'}")
 
 
 if __name__ == "__main__":

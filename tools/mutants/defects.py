@@ -10,7 +10,10 @@ FOLDER = Path(__file__).parent / "defects"
 
 
 class Defect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Replaces ``find``, which occurs once in ``file``, by ``replace``; ``says`` is what goes wrong for a user."""
+    """Replaces ``find``, which occurs once in ``file``, by ``replace``; ``says`` is what goes wrong for a user.
+
+    One that was drawn by rule names the ``op`` and the ``backend`` that it was drawn for, as ops share files.
+    """
 
     id: str
     area: str
@@ -18,6 +21,8 @@ class Defect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     find: str
     replace: str
     says: str
+    op: str = ""
+    backend: str = ""
 
     def mutated(self, text: str) -> str:
         """The file's text with the defect.

@@ -9,23 +9,46 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+import msgspec
 
-from tools.mutants.contexts import PYTEST, WITHOUT_GPU, environment
 from tools.mutants.defects import ROOT, Defect
+from tools.mutants.plugin import Event, Plan
 
 SECONDS = 5400.0
 """At most for one run of pytest; one that takes longer hangs, and is caught by that."""
 
+# tests/tools checks the defects against the code, and would find every one of them.
+PYTEST = [
+    "-m", "pytest", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "tools.mutants.plugin",
+    "-o", "addopts=--strict-markers --import-mode=importlib", "--ignore=tests/aot", "--ignore=tests/tools",
+    "--suite", "full", "--continue-on-collection-errors",
+]  # fmt: skip
+
+
+def environment(root: Path) -> dict[str, str]:
+    """That of a run of the tests of a copy: every Python process imports the copy's package."""
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH", ""))))
+    ours = {"PYTHONPATH": path, "TILEWRIGHT_HYPOTHESIS_PROFILE": "ci", "PYTHONDONTWRITEBYTECODE": "1"}
+    # Programs that a defect leaves as they are need not be compiled again: tests/conftest.py.
+    return {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"), **os.environ, **ours}
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run of tests came to: the first test that failed (or how the run ended without one), "" if none did."""
+    """What a run of tests came to.
 
-    failed: str
+    Attributes:
+      failed: the tests that failed, in the order of the run; how it ended, if that was bad and none is to blame.
+      ran: the number of tests that were finished.
+      complete: every test was, that the run was asked for.
+    """
+
+    failed: tuple[str, ...]
+    ran: int
+    complete: bool
     seconds: float
 
 
@@ -52,46 +75,42 @@ class Copy:
         finally:
             path.write_text(before)
 
-    def run(self, tests: Sequence[str], suite: str) -> Outcome:
-        """Runs tests, in their order, up to the first failure.
-
-        Raises:
-          RuntimeError: The copy has none of them.
-        """
-        with tempfile.NamedTemporaryFile("w", prefix="tilewright-mutant-tests-") as listed:
-            listed.write("\n".join(tests))
-            listed.flush()
-            return self.run_files([*dict.fromkeys(test.partition("::")[0] for test in tests)], suite, listed.name)
-
-    def run_files(self, files: Sequence[str], suite: str, tests_in: str = "") -> Outcome:
-        """Runs the tests of some files or folders up to the first failure; of these those that a file lists, if any.
-
-        Raises:
-          RuntimeError: There are none.
-        """
-        began, code = time.monotonic(), None
+    def run(self, plan: Plan, limit: float = SECONDS) -> Outcome:
+        """Runs tests in the order of a plan, to the end or until enough have failed."""
+        began, how = time.monotonic(), ""
         with tempfile.TemporaryDirectory(prefix="tilewright-mutant-run-") as folder:
-            failed = Path(folder) / "failed"
-            left_out = [] if any(file.startswith("tests/gpu") for file in files) else WITHOUT_GPU
-            arguments = [*PYTEST, *left_out, "-x", "--suite", suite, "--failed-in", str(failed), *files]
-            arguments += ["--tests-in", tests_in] if tests_in else []
+            asked, events = Path(folder) / "plan.json", Path(folder) / "events.jsonl"
+            asked.write_bytes(msgspec.json.encode(plan))
+            of_gpus = any(place.startswith("tests/gpu") for stage in plan.stages for place in stage)
+            arguments = [*PYTEST, *([] if of_gpus else ["--ignore=tests/gpu"]), "--timeout", f"{plan.timeout:.0f}"]
+            arguments += ["--plan", str(asked), "--events", str(events)]
+            arguments += [path for path in plan.paths() if (self.root / path).exists()]
             process = subprocess.Popen(
                 [sys.executable, *arguments], cwd=self.root, env=environment(self.root), start_new_session=True,
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             try:
-                code = process.wait(SECONDS)
-                how = {0: "", 1: ""}.get(code, f"pytest ended with {code}")
+                code = process.wait(limit)
+                # 1: tests failed; 2: the plan's end, or its limit; 5: there are no tests.
+                how = "" if code in (0, 1, 2, 5) else f"pytest ended with {code}"
             except subprocess.TimeoutExpired:
-                how = f"pytest took more than {SECONDS:.0f} s"
+                how = f"pytest took more than {limit:.0f} s"
             finally:
                 # Whatever a test has started and a crash has left.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-            if not failed.exists() and code == pytest.ExitCode.NO_TESTS_COLLECTED:
-                raise RuntimeError(f"there are no such tests in the copy: {files}")
-            first = failed.read_text().splitlines()[0] if failed.exists() else how
-        return Outcome(first, time.monotonic() - began)
+            lines = events.read_bytes().splitlines() if events.exists() else []
+        seen = [msgspec.json.decode(line, type=Event) for line in lines]
+        failed = dict.fromkeys(event.test for event in seen if event.what == "failed")
+        ended = any(event.what in ("stopped", "ended") for event in seen)
+        if not ended and (begun := [event.test for event in seen if event.what == "began"]):
+            # The process has ended within a test, which hangs or crashes.
+            failed[begun[-1]] = None
+        elif not ended and how:
+            failed[how] = None
+        ran = sum(event.what == "finished" for event in seen)
+        complete = any(event.what == "ended" for event in seen)
+        return Outcome(tuple(failed), ran, complete, time.monotonic() - began)
 
 
 def _files() -> list[Path]:

@@ -1,26 +1,62 @@
-"""Which suite catches which defect, in a file of the repository."""
+"""Which tests catch which defect, in a file of the repository."""
 
 import hashlib
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from tools.mutants.defects import Defect
+from tools.mutants.defects import ROOT, Defect
 
 FILE = Path(__file__).parent / "verdicts.json"
 
+type Caught = Literal["quick", "test", "full", "gpu", ""]
+"""The smallest suite that catches a defect; "gpu" if only an accelerator shows it, "" if nothing does."""
+
+MOST = 4
+"""Tests that a verdict names: where they run may change, and tests may go."""
+
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The smallest suite that catches a defect ("gpu" if only those on an accelerator do, "" if none does), and a test.
+    """The tests that catch a defect.
 
-    The test is the first that fails.
+    Attributes:
+      tests: up to `MOST`, cheapest first: of ``tests/gpu`` if only an accelerator shows the defect, none if none of the
+        tests that were run does, which are at least those near it.
+      seconds: until the run that found them ended.
+      defect: a hash; another text of the defect needs another verdict.
     """
 
-    caught_by: Literal["quick", "test", "full", "gpu", ""]
-    test: str
+    tests: tuple[str, ...]
     seconds: float
-    defect: str  # a hash: another text of the defect needs another verdict
+    defect: str
+
+    @classmethod
+    def on(cls, defect: Defect, tests: Iterable[str], seconds: float) -> "Verdict":
+        return cls(tuple(tests)[:MOST], round(seconds, 1), fingerprint(defect))
+
+    def caught_by(self, suites: Mapping[str, str]) -> Caught:
+        """The smallest suite that has one of the tests; those that ``suites`` does not name are in all suites."""
+        if not self.tests:
+            return ""
+        if all(test.startswith("tests/gpu/") for test in self.tests):
+            return "gpu"
+        within = {suites.get(test, "quick") for test in self.tests}
+        return "quick" if "quick" in within else "test" if "test" in within else "full"
+
+    def stands(self, root: Path = ROOT) -> bool:
+        """True if one of the tests is still there: its file, and its function or class. True also if there was none."""
+        return not self.tests or any(_exists(test, root) for test in self.tests)
+
+
+def _exists(test: str, root: Path) -> bool:
+    file, *names = re.sub(r"\[.*", "", test, flags=re.DOTALL).split("::")
+    path = root / file
+    if not path.is_file():
+        return False
+    return not names or re.search(rf"^(async )?(def|class) {re.escape(names[0])}\b", path.read_text(), re.M) is not None
 
 
 class Verdicts:
