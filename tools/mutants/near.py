@@ -7,7 +7,7 @@ import msgspec
 from tools.mutants.defects import ROOT, Defect
 from tools.mutants.plugin import Plan
 
-NAMES = {"hopper": ("hopper", "pallas"), "latent": ("latent", "conformance_pallas_gpu")}
+NAMES = {"hopper": ("hopper", "pallas")}
 """What files of tests call a backend, other than by its name."""
 
 SHARED = {
@@ -67,4 +67,4 @@ def plan(defect: Defect, known: dict[str, float], *, all_tests: bool = False) ->
     near = tuple(map(tuple, places(defect)))
     if all_tests or not near:
         return Plan((*near, ("tests",)), known)
-    return Plan(near, known, dearest=DEAREST, limit=600.0, timeout=120.0)
+    return Plan(near, known, dearest=DEAREST, limit=900.0)

@@ -34,6 +34,13 @@ COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.Gt: (">", ">="),
     ast.GtE: (">=", ">"),
 }
+LOST: dict[type[ast.operator], tuple[str, str]] = {
+    ast.Add: ("operands", "is not added"),
+    ast.Sub: ("operands", "is not subtracted"),
+    ast.Mult: ("scale", "is not multiplied by"),
+    ast.Div: ("scale", "is not divided by"),
+    ast.BitAnd: ("masks", "is not asked for"),
+}
 LINES = 6
 """At most so many lines before an edit make its text unique."""
 
@@ -104,6 +111,8 @@ class Source:
         for parent in self.above(node):
             if isinstance(parent, ast.Raise | ast.JoinedStr | ast.Assert):
                 return False
+            if isinstance(parent, ast.ClassDef) and child in parent.bases:
+                return False
             if isinstance(parent, ast.AnnAssign | ast.arg) and child is parent.annotation:
                 return False
             if isinstance(parent, ast.FunctionDef) and (child is parent.returns or child in parent.decorator_list):
@@ -150,11 +159,9 @@ def bound(source: Source) -> Iterator[Edit]:
             says, shorter = f"`{source.short(node)}` ends a step early", f"{source.operand(last)} - {step}"
             yield Edit(node, "bound", source.kind(node, "tail"), *source.span(last), shorter, says)
         elif isinstance(node, ast.Slice) and node.upper is not None and not isinstance(node.upper, ast.Constant):
-            replace, says = (
-                f"{source.operand(node.upper)} - 1",
-                f"The slice to `{source.short(node.upper)}` ends one early",
-            )
-            yield Edit(node, "bound", source.kind(node, "tail"), *source.span(node.upper), replace, says)
+            says = f"The slice to `{source.short(node.upper)}` ends one early"
+            shorter = f"{source.operand(node.upper)} - 1"
+            yield Edit(node, "bound", source.kind(node, "tail"), *source.span(node.upper), shorter, says)
         elif (ceiled := _ceiled(node)) is not None:
             replace = f"({source.operand(ceiled.left.operand)} // {source.operand(ceiled.right)})"  # type: ignore[attr-defined]
             says = f"`{source.short(node)}` is rounded down, so that a last part that is not whole is left out"
@@ -214,25 +221,17 @@ def lose(source: Source) -> Iterator[Edit]:
                 rest = [source.operand(each) for each in node.values if each is not gone]
                 text = f" {'and' if isinstance(node.op, ast.And) else 'or'} ".join(rest)
                 says = f"`{source.short(node)}` lacks the condition `{source.short(gone)}`"
-                text = text if len(rest) > 1 or isinstance(node.values[0], ast.Name) else rest[0]
                 yield Edit(node, "lose", source.kind(node, "masks"), *source.span(node), text, says)
         if not isinstance(node, ast.BinOp) or _is_text(node):
             continue
-        kinds: dict[type[ast.operator], tuple[str, str, str]] = {
-            ast.Add: ("operands", "term", "is not added"),
-            ast.Sub: ("operands", "term", "is not subtracted"),
-            ast.Mult: ("scale", "factor", "is not multiplied by"),
-            ast.Div: ("scale", "factor", "is not divided by"),
-            ast.BitAnd: ("masks", "condition", "is not asked for"),
-        }
-        if type(node.op) not in kinds:
+        if type(node.op) not in LOST:
             continue
-        kind, _, says = kinds[type(node.op)]
+        kind, says = LOST[type(node.op)]
         pairs = [(node.left, node.right)]
         if isinstance(node.op, ast.BitAnd | ast.Mult | ast.Add):
             pairs.append((node.right, node.left))
         for kept, gone in pairs:
-            where = f"In `{source.short(node)}` `{source.short(gone)}` {says}"
+            where = f"`{source.short(gone)}` {says} in `{source.short(node)}`"
             yield Edit(node, "lose", source.kind(node, kind), *source.span(node), source.operand(kept), where)
 
 
@@ -269,27 +268,27 @@ def forget(source: Source) -> Iterator[Edit]:
                 if keyword.arg is not None and plain and not FAST.search(keyword.arg):
                     says = f"`{source.short(node.func)}` is called without `{keyword.arg}`, and takes its default"
                     yield _without(source, "forget", "key", keyword, says)
-        elif isinstance(node, ast.Set | ast.Tuple | ast.Dict) and _is_key(source, node):
-            parts = [key for key in node.keys if key is not None] if isinstance(node, ast.Dict) else node.elts
-            for part in parts if len(parts) > 1 and not isinstance(node, ast.Dict) else ():
-                says = f"`{source.short(part)}` is forgotten among the others"
+        elif isinstance(node, ast.Set | ast.Tuple) and len(node.elts) > 1 and (key := _key(source, node)):
+            for part in node.elts:
+                says = f"`{source.short(part).strip('"')}` is missing from `{key}`"
                 yield _without(source, "forget", "key", part, says)
         elif isinstance(node, ast.If) and not node.orelse and _is_reason(node):
             says = f"A call with `{source.short(node.test)}` is not declined, though it cannot be served"
             yield Edit(node, "forget", "key", *source.span(node.test), "False", says)
 
 
-def _is_key(source: Source, node: ast.AST) -> bool:
-    """True for what is named a key, or the names of what a backend serves or keeps."""
+def _key(source: Source, node: ast.AST) -> str:
+    """The name of a key, or of what a backend serves or keeps, whose parts are in a node; empty for another node."""
     for parent in source.above(node):
         if isinstance(parent, ast.Assign | ast.AnnAssign):
-            target = parent.target if isinstance(parent, ast.AnnAssign) else parent.targets[0]
-            return bool(re.search(r"serves|_keys?$|fingerprint|static", source.of(target)))
+            name = source.of(parent.target if isinstance(parent, ast.AnnAssign) else parent.targets[0])
+            return name if re.search(r"serves|_keys?$|fingerprint|static", name) else ""
         if isinstance(parent, ast.Return):
-            return bool(re.search(r"key|fingerprint|static|digest", source.function(parent).rpartition(".")[2]))
+            name = source.function(parent).rpartition(".")[2]
+            return name if re.search(r"key|fingerprint|static|digest", name) else ""
         if not isinstance(parent, ast.Call | ast.Dict | ast.BinOp):
-            return False
-    return False
+            break
+    return ""
 
 
 def _is_reason(node: ast.If) -> bool:
@@ -361,7 +360,7 @@ def _defect(source: Source, edit: Edit, op: str, backend: str) -> Defect | None:
         return None
     digest = hashlib.sha256("\0".join((find, replace)).encode()).hexdigest()[:6]
     function = source.function(edit.node)
-    where = f" in `{function}`" if function else ""
+    where = f" (`{function}`)" if function else ""
     says = f"{edit.says}{where}."
     return Defect(
         f"{op}-{backend}-{edit.rule}-{digest}", edit.kind, source.file, find, replace, says, op=op, backend=backend
