@@ -15,9 +15,10 @@ import rich
 import rich.table
 import typer
 
+from tests.support.suites import costs, suites_of
 from tools.mutants import pairs
 from tools.mutants.defects import Defect, load
-from tools.mutants.near import costs, plan, suites_of
+from tools.mutants.near import plan
 from tools.mutants.plant import Copy
 from tools.mutants.plugin import Plan
 from tools.mutants.verdicts import Verdict, Verdicts

@@ -2,8 +2,6 @@
 
 from pathlib import Path, PurePosixPath
 
-import msgspec
-
 from tools.mutants.defects import ROOT, Defect
 from tools.mutants.plugin import Plan
 
@@ -17,26 +15,6 @@ SHARED = {
 
 DEAREST = 30.0
 """Seconds of the dearest test that is run for one defect; the others are for those that survive."""
-
-
-def costs(folder: Path = ROOT / ".mutants") -> dict[str, float]:
-    """Seconds of processor time of tests, by id. A stub until ``tests.support.suites`` has it: what a run recorded."""
-
-    class Line(msgspec.Struct):
-        t: str
-        cpu: float
-
-    found: dict[str, float] = {}
-    for file in sorted(folder.glob("costs-*.jsonl")):
-        for line in file.read_bytes().splitlines():
-            each = msgspec.json.decode(line, type=Line)
-            found[each.t] = each.cpu
-    return found
-
-
-def suites_of() -> dict[str, str]:
-    """The suite of each test that not all run. A stub until ``tests.support.suites`` has it."""
-    return {}
 
 
 def places(defect: Defect, root: Path = ROOT) -> list[list[str]]:

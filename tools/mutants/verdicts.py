@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from tests.support.suites import SUITES
 from tools.mutants.defects import ROOT, Defect
 
 FILE = Path(__file__).parent / "verdicts.json"
@@ -38,13 +39,13 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(tuple(tests)[:MOST], round(seconds, 1), fingerprint(defect))
 
     def caught_by(self, suites: Mapping[str, str]) -> Caught:
-        """The smallest suite that has one of the tests; those that ``suites`` does not name are in all suites."""
+        """The smallest suite that has one of the tests; what ``suites`` does not name is gone, or not measured yet."""
         if not self.tests:
             return ""
         if all(test.startswith("tests/gpu/") for test in self.tests):
             return "gpu"
-        within = {suites.get(test, "quick") for test in self.tests}
-        return "quick" if "quick" in within else "test" if "test" in within else "full"
+        within = {suites[test] for test in self.tests if test in suites}
+        return next((suite for suite in SUITES if suite in within), "")
 
     def stands(self, root: Path = ROOT) -> bool:
         """True if one of the tests is still there: its file, and its function or class. True also if there was none."""

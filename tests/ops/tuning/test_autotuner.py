@@ -3,7 +3,7 @@
 import dataclasses
 import signal
 import threading
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp

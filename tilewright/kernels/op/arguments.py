@@ -59,7 +59,7 @@ def is_floating(dtype: DTypeLike) -> bool:
 @functools.cache
 def has_arithmetic(dtype: DTypeLike) -> bool:
     """True for floating-point dtypes of 16 bits or more: JAX neither adds nor promotes those of 8 bits."""
-    return is_floating(dtype) and jnp.dtype(dtype).itemsize > 1
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
 
 
 @functools.cache
