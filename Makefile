@@ -69,7 +69,7 @@ $(STAMP): pyproject.toml .python-version
 	fi; \
 	[ -x $(VENV)/bin/python ] || "$$python" -m venv $(VENV); \
 	echo "installing tilewright into $(VENV) ($$($(VENV)/bin/python --version))"; \
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,lint,plot,cuda,mutants,release]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,lint,plot,cuda,release]'
 	@mkdir -p $(@D) && touch $@
 
 quick: $(STAMP)
