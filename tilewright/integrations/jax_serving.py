@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tilewright.kernels.op.arguments import PlatformLike, as_array, integer, number, platforms
+from tilewright.kernels.op.arguments import PlatformLike, as_array, has_arithmetic, integer, number, platforms
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.op import PagedAttentionKernel
@@ -347,7 +347,7 @@ def _check_cache(q: jax.Array, q_layout: str, caches: dict[str, Any], layout: st
         raise ValueError(f"q needs at least one head and one element in each, {said}")
     if any(cache.shape[3] != q.shape[2] for cache in caches.values()):
         raise ValueError(f"q and {names} must have the same head dim, {said}")
-    if q.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
+    if not has_arithmetic(q.dtype):
         raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {q.dtype=}")
     for name, cache in caches.items():
         if cache.dtype != q.dtype and cache.dtype.name not in arguments.QUANTISED:

@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.kernels.op.arguments import apply, as_array, is_floating, is_integer, reshape, to_int32, window
+from tilewright.kernels.op.arguments import (
+    apply,
+    as_array,
+    has_arithmetic,
+    is_floating,
+    is_integer,
+    reshape,
+    to_int32,
+    window,
+)
 from tilewright.kernels.paged_attention.inputs import FAR
 
 QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -16,7 +25,7 @@ def query_array(query: object, ranks: tuple[int, ...], layout: str) -> Any:
     query = as_array("query", query)
     if len(query.shape) not in ranks:
         raise ValueError(f"query must be {layout}, got {query.shape=}")
-    if query.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
+    if not has_arithmetic(query.dtype):
         raise TypeError(f"query must be float16, bfloat16, float32 or float64, got {query.dtype=}")
     if query.shape[-1] == 0 or query.shape[-2] == 0:
         raise ValueError(f"query needs at least one head and one element in each, got {query.shape=}")
