@@ -84,10 +84,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    suite = config.getoption("--suite")
-    left_out = [item for item in items if suite is not None and not runs(item.nodeid, suite)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = _cases_together([item for item in items if suite is None or runs(item.nodeid, suite)])
+    if (suite := config.getoption("--suite")) is not None:
+        parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            parts[runs(item.nodeid, suite)].append(item)
+        config.hook.pytest_deselected(items=parts[False])
+        items[:] = parts[True]
+    items[:] = _cases_together(items)
 
 
 def _cases_together(items: list[pytest.Item]) -> list[pytest.Item]:

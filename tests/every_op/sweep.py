@@ -6,6 +6,7 @@ nothing tells the values of a field, drawing is an error that says what to add.
 
 import dataclasses
 import functools
+import math
 import random
 import re
 import traceback
@@ -313,18 +314,11 @@ def repaired(small: Case, fields: dict[str, Any], rng: random.Random) -> dict[st
 def _small_enough(small: Case, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields, with short sequences where a case draws much on the host."""
     case = dataclasses.replace(small, **fields)
-    if hasattr(case, "mask") and case.mask is not None and _product(case.score_shape) > MOST_ELEMENTS:
+    if hasattr(case, "mask") and case.mask is not None and math.prod(case.score_shape) > MOST_ELEMENTS:
         return fields | {"q_length": 129, "kv_length": 257, "batch": min(case.batch, 3), "heads": 3, "kv_heads": 3}
     if _serving(case) and case.sequences * case.kv_length * (case.kv_heads or case.heads) > MOST_ELEMENTS:
         return fields | {"kv_length": 257}
     return fields
-
-
-def _product(sizes: Iterable[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
 
 
 # What is done with a call.

@@ -208,7 +208,6 @@ def test_a_defect_is_planted_in_a_copy_and_caught(tmp_path, monkeypatch):
     for name, text in {
         "code.py": "def difference(a, b):\n    return a - b\n",
         "pytest.ini": "[pytest]",
-        "tests/conftest.py": "def pytest_addoption(parser):\n    parser.addoption('--suite')\n",
         "tests/test_code.py": "import code\n\ndef test_zero():\n    assert code.difference(1, 1) == 0\n\n"
         "def test_it():\n    assert code.difference(3, 1) == 2\n",
     }.items():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.suites import FOLDER, SUITES, Recorded, read, recorded, write
+from tests.support.suites import FOLDER, Recorded, read, recorded, write
 from tools.suites.__main__ import merged
 from tools.suites.choose import BUDGETS, Facts, choose
 
@@ -44,10 +44,9 @@ def test_the_choice():
 
 def test_budgets_hold_but_for_what_the_floor_needs():
     for budgets in ({"quick": 3.0, "test": 80.0}, {"quick": 20.0, "test": 100.0}):
-        chosen = suites(FACTS, **budgets)
+        chosen = choose(FACTS, budgets)
         for suite, budget in budgets.items():
-            within = [test for test, each in chosen.items() if SUITES.index(each) <= SUITES.index(suite)]
-            assert sum(SECONDS[test] for test in within) <= budget
+            assert sum(SECONDS[test] for test, each in chosen.items() if each.is_in(suite)) <= budget
     least = suites(FACTS, quick=0.0, test=0.0)
     assert {test for test, suite in least.items() if suite == "test"} == {
         "tests/test_norm.py::test_slow",
@@ -113,8 +112,7 @@ def test_records_are_written_and_read(tmp_path):
 @pytest.mark.parametrize("suite", BUDGETS)
 def test_the_recorded_suites_keep_to_their_budgets(suite: str):
     """What is chosen costs what was planned; where the floor needs more, tests must become cheaper."""
-    within = [each for each in recorded().values() if SUITES.index(each.suite) <= SUITES.index(suite)]
-    assert sum(each.seconds for each in within) <= BUDGETS[suite]
+    assert sum(each.seconds for each in recorded().values() if each.is_in(suite)) <= BUDGETS[suite]
 
 
 def test_the_recorded_tests_are_sorted_as_they_are_written(tmp_path):

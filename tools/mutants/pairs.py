@@ -72,9 +72,10 @@ def _imported(file: str) -> list[str]:
 
 def of_pairs(known: Iterable[Defect]) -> dict[Pair, list[str]]:
     """The ids of the defects of each backend: those drawn for it, and those by hand in its files or its folder."""
-    found: dict[Pair, list[str]] = {pair: [] for pair in pairs()}
+    found: dict[Pair, list[str]] = {}
     known = list(known)
     for pair, where in pairs().items():
+        found[pair] = []
         own, folder = set(files(where)[0]), str(PurePosixPath(where.partition(":")[0].replace(".", "/")).parent)
         for defect in known:
             # Sources of CUDA C++ are imported by nobody: all in its folder count.

@@ -24,7 +24,7 @@ SECONDS = 5400.0
 PYTEST = [
     "-m", "pytest", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "tools.mutants.plugin",
     "-o", "addopts=--strict-markers --import-mode=importlib", "--ignore=tests/aot", "--ignore=tests/tools",
-    "--suite", "full", "--continue-on-collection-errors",
+    "--continue-on-collection-errors",
 ]  # fmt: skip
 
 
@@ -32,15 +32,8 @@ def environment(root: Path) -> dict[str, str]:
     """That of a run of the tests of a copy: every Python process imports the copy's package."""
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH", ""))))
     ours = {"PYTHONPATH": path, "TILEWRIGHT_HYPOTHESIS_PROFILE": "ci", "PYTHONDONTWRITEBYTECODE": "1"}
-    # Programs that a defect leaves as they are need not be compiled again, nor any with LLVM's optimisations, which
-    # tests/conftest.py leaves on for all tests together.
-    fast = {
-        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-    }
-    return {**fast, **os.environ, **ours}
+    # Programs that a defect leaves as they are need not be compiled again: tests/conftest.py.
+    return {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"), **os.environ, **ours}
 
 
 @dataclasses.dataclass(frozen=True)

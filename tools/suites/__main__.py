@@ -97,7 +97,7 @@ def show() -> None:
     tests = read(TESTS)
     table = rich.table.Table("suite", "tests", "functions", "processor seconds", "budget")
     for suite in SUITES:
-        within = {t: each for t, each in tests.items() if SUITES.index(each.suite) <= SUITES.index(suite)}
+        within = {t: each for t, each in tests.items() if each.is_in(suite)}
         seconds, budget = sum(each.seconds for each in within.values()), BUDGETS.get(suite)
         row = len(within), len(set(map(function_of, within))), round(seconds), "" if budget is None else round(budget)
         table.add_row(suite, *map(str, row))
