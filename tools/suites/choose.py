@@ -1,9 +1,9 @@
 """Which tests `make quick` and `make test` run: as much as their budgets of processor time buy.
 
 First comes what is needed: each direction of each backend under each op and transformation that any test reaches,
-each example of the contract, each page, each planted defect, by the tests that have most of it for their time. `make
-test` has all of that, whatever it costs; of `make quick` it fills the budget. What is left of a budget is for test
-functions that have not run, and then for further parameters of those that have.
+each example of the contract, each page, each table that ships, and each planted defect, by the tests that have most of
+it for their time. `make test` has all of that, whatever it costs; of `make quick` it fills the budget. What is left of
+a budget is for test functions that have not run, and then for further parameters of those that have.
 """
 
 import dataclasses
@@ -17,8 +17,10 @@ from tests.support.suites import SUITES, Recorded
 
 BUDGETS: Final = {"quick": 95.0, "test": 640.0}
 """Processor seconds of the tests of a suite: on two cores what collecting, ruff and mypy leave of 3 and 10 minutes."""
-ALWAYS: Final = ("tests/test_reference_examples.py::", "tests/test_docs.py::")
-"""Where every test belongs to the floor: the examples of the contract, and the pages."""
+ALWAYS: Final = tuple(
+    f"tests/{module}.py::" for module in ("test_reference_examples", "test_docs", "kernels/test_shipped_tables")
+)
+"""Where every test belongs to the floor: the examples of the contract, the pages, and the tables that ship."""
 FURTHER: Final = 0.1
 """The worth of a second set of parameters of a function, where the first has 1; of a third half of that, and so on."""
 STAYS: Final = 0.6
