@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.ops.kernel.samples import FORMS, Config, Pair, Product, operands, watching
+from tests.ops.kernel.samples import FORMS, A, B, Config, Pair, Product, operands, watching
 from tilewright.ops import ConfigSelectorChain, Executor, Invocation, Kernel, pmap_with_config, vmap_with_config
 
-A, B = operands((6, 5), (5, 4))
 AS, BS = operands((3, 6, 5), (3, 5, 4), seed=1)
 
 

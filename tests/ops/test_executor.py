@@ -5,11 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.ops.kernel.samples import FORMS, Config, Pair, Product, operands, watching
+from tests.ops.kernel.samples import FORMS, A, B, Config, Pair, Product, watching
 from tilewright.ops import ConfigSelectorChain, Executor, Invocation, PersistentCache, Tuner, policy_override
 from tilewright.ops.lowering import programs
-
-A, B = operands((6, 5), (5, 4))
 
 
 @pytest.fixture
@@ -88,17 +86,6 @@ class TestCompile:
         close(jax.grad(lambda a: compiled(a, B).sum())(A), 2 * jnp.ones((6, 4)) @ B.T)
         close(jax.vmap(compiled, in_axes=(0, None))(jnp.stack([A, A]), B), 2 * jnp.stack([A @ B] * 2))
         close(jax.jit(compiled)(A, B, scale=3.0), 3 * (A @ B))
-
-    def test_with_a_config(self, executor):
-        with watching() as seen:
-            executor.compile(Product("tests.executor"), A, B, cfg=Config(7))(A, B)
-        assert {s.cfg for s in seen} == {Config(7)}
-
-    def test_tunes_where_the_policy_lets_it(self, executor):
-        kernel = Product("tests.executor.compile.tuned")
-        with policy_override(autotune=True):
-            executor.compile(kernel, A, B)
-        assert executor.chooser.cache.origin(Invocation(kernel, (A, B)).key) == "autotune"
 
 
 class TestExplain:

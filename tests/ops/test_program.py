@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import tilewright
-from tests.ops.kernel.samples import FORMS, Config, Pair, Product, Recomputing, operands, watching
+from tests.ops.kernel.samples import FORMS, QUICK, A, B, Config, Pair, Product, Recomputing, watching
 from tilewright import NoConfigError
 from tilewright.ops import (
     AutotunePolicy,
@@ -20,7 +20,6 @@ from tilewright.ops import (
     Executor,
     Invocation,
     PersistentCache,
-    Tuner,
     default_executor,
     find_invocations,
     label,
@@ -30,9 +29,6 @@ from tilewright.ops import (
 from tilewright.ops.config.results import Confirmation
 from tilewright.ops.kernel.candidates import Timing
 from tilewright.ops.types import MappedAxis
-
-A, B = operands((6, 5), (5, 4))
-QUICK = Tuner(0, 1)
 
 
 @pytest.fixture
@@ -164,12 +160,6 @@ class TestTune:
             with overlay_cache(ConfigCache()), watching() as seen:
                 step(A)
             assert {(s.stage, s.cfg) for s in seen} >= {("forward", Config(16)), ("backward", Config(16))}
-
-    def test_inside_an_overlay_and_x64(self, executor, chain):
-        kernel = Product("tests.program.contexts")
-        with jax.enable_x64(True), overlay_cache(ConfigCache()):
-            result = tune(lambda a: executor(kernel, a, a.T), A.astype(jnp.float64), chooser=chain, tuner=QUICK)
-        assert "float64" in result.entries[0].key
 
     def test_budget_verify_and_events(self, executor, chain):
         events = []

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.ops.kernel.samples import FORMS, Config, Pair, Product, Recomputing, operands, watching
+from tests.ops.kernel.samples import FORMS, A, B, Config, Pair, Product, Recomputing, operands, watching
 from tilewright.ops import (
     ConfigCache,
     ConfigSelectorChain,
@@ -51,7 +51,6 @@ class Watched:
         return {selection.step for selection in self.selections}
 
 
-A, B = operands((6, 5), (5, 4))
 AS, BS = operands((3, 6, 5), (3, 5, 4), seed=1)
 CARRY, SQUARE = operands((4, 4), (4, 4), seed=2)
 
@@ -158,14 +157,6 @@ class TestTheTracedProgram:
     def text(self, jaxpr):
         return re.sub(r"0x[0-9a-f]+|selector=Selector\(.*?overrides=Overrides\([^)]*\)\)", "", str(jaxpr))
 
-    @pytest.mark.parametrize("form", FORMS)
-    def test_is_one_equation_and_a_name(self, form):
-        jaxpr = jax.make_jaxpr(lambda a, b: Executor(ConfigSelectorChain())(form(), a, b))(A, B)
-        call, *names = jaxpr.eqns
-        assert call.primitive.name == "tilewright_call"
-        assert {eqn.primitive.name for eqn in names} <= {"name"}
-        assert len(names) == (form is Product)  # the others are named where they are differentiated
-
     @pytest.mark.parametrize(
         ("name", "form"),
         list(itertools.product(["eager", "vmap", "jit of grad", "scan", "remat"], [Recomputing, Pair])),
@@ -211,13 +202,6 @@ class TestSelectionSeesTheMappedProblem:
             ("forward", [3]),
             ("backward", [3]),
         ]
-
-    def test_sizes_enter_the_key(self):
-        watched, kernel = Watched(), Product()
-        for size in (1, 2, 3):
-            jax.vmap(lambda a: watched.run(kernel, a, B))(AS[:size])
-        watched.run(kernel, A, B)
-        assert len({s.key for s in watched.selections}) == 4
 
     def test_a_config_of_the_mapped_problem_is_used(self):
         executor, kernel = Executor(ConfigSelectorChain()), Product()

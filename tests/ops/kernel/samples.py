@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from tests.support.draws import draw
-from tilewright.ops import Invocation, Kernel
+from tilewright.ops import Invocation, Kernel, Tuner
 from tilewright.ops.utils.memory import clear_all
 
 
@@ -103,3 +103,8 @@ def watching(kernel: type[Product] = Product) -> Iterator[list[Seen]]:
 
 def operands(*shapes: tuple[int, ...], dtype: Any = jnp.float32, seed: int = 0) -> list[jax.Array]:
     return [draw(*shape, seed=10 * seed + i, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+A, B = operands((6, 5), (5, 4))
+"""Operands of a `Product`."""
+QUICK = Tuner(warmup=0, iters=1)

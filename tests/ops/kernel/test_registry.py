@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.ops.kernel.samples import Pair, Product, operands
+from tests.ops.kernel.samples import A, B, Pair, Product
 from tests.support.threads import together
 from tilewright.ops import (
     Invocation,
@@ -14,8 +14,6 @@ from tilewright.ops import (
     get_invocations,
     record_invocation,
 )
-
-A, B = operands((6, 5), (5, 4))
 
 
 @pytest.fixture(autouse=True)
