@@ -4,7 +4,6 @@ Each scenario has a kernel, a cache and an executor of its own.
 """
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -22,13 +21,13 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.ops.config.test_agreement import Adds, Step
 from tilewright.errors import AgreementError
 from tilewright.ops import (
     AutotunePolicy,
     ConfigCache,
     ConfigSelectorChain,
     Executor,
-    Kernel,
     Tuner,
     default_key_builder_with_sharding,
     overlay_cache,
@@ -42,19 +41,8 @@ from tilewright.ops.utils.fingerprint import device_fingerprint, toolchain_finge
 INDEX, COUNT, PORT, SCENARIOS = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-    size: int
-
-
-class Adds(Kernel[Step, jax.Array]):
-    """Adds the number in its config, so that its result tells which config ran."""
-
-    def run(self, x, *, cfg):
-        return x + cfg.size
-
-    def heuristic_cfg(self, inv):
-        return Step(0)
+class Measured(Adds):
+    """With a config that process 1 cannot run, and a tuning that takes longer than others wait for an answer."""
 
     def config_space(self, inv):
         return [Step(0)]
@@ -63,7 +51,7 @@ class Adds(Kernel[Step, jax.Array]):
         return ["it is too large for this process"] if cfg.size == 99 and INDEX == 1 else []
 
     def sample_inputs(self, inv, key):
-        time.sleep(1.5)  # a tuning that takes longer than others wait for an answer
+        time.sleep(1.5)
         return super().sample_inputs(inv, key)
 
 
@@ -135,7 +123,7 @@ def run(scenario, records):
     def store(kernel, size, number):
         cache.put(key_of(kernel, (1, size)), Step(number))
 
-    kernel = Adds(f"adds.{scenario}")
+    kernel = Measured(f"adds.{scenario}")
     if scenario == "choices":
         for size in (2, 3, 4, 5):
             store(kernel, size, 10 * size + INDEX)

@@ -7,7 +7,7 @@ import threading
 import jax
 import pytest
 
-from tests.ops.kernel.samples import Config, Pair, Product, operands, watching
+from tests.ops.kernel.samples import A, B, Config, Pair, Product, watching
 from tests.support.threads import together
 from tilewright.ops import (
     AutotunePolicy,
@@ -19,9 +19,7 @@ from tilewright.ops import (
     overlay_cache,
     policy_override,
 )
-from tilewright.ops.config.context import choices_changed, current_overrides
-
-A, B = operands((6, 5), (5, 4))
+from tilewright.ops.config.context import current_overrides
 
 
 def overlay(kernel, cfg, **kwargs):
@@ -199,23 +197,6 @@ class TestWhereTheyHold:
             assert found[-1] == 64
         assert current_overrides().overlays == ()
 
-    def test_a_jitted_function_in_an_async_task_ends_up_with_its_own(self, kernel, executor):
-        function = jax.jit(lambda a: executor(kernel, a, B))
-
-        async def task(block, ran):
-            with overlay_cache(overlay(kernel, Config(block))):
-                with watching() as seen:
-                    function(A)
-                ran[block] = [each.cfg.block for each in seen][-1:]
-                await asyncio.sleep(0)
-
-        async def main():
-            ran = {}
-            await asyncio.gather(*(task(block, ran) for block in (1, 2)))
-            return ran
-
-        assert asyncio.run(main()) == {1: [1], 2: [2]}
-
 
 class TestTraceCache:
     def test_other_functions_are_not_retraced_without_cause(self, kernel, executor):
@@ -233,21 +214,3 @@ class TestTraceCache:
         executor(kernel, A, B)
         function(A)
         assert len(traced) == 1
-
-    def test_a_changed_choice_retraces_everywhere(self):
-        traced = []
-        function = jax.jit(lambda x: traced.append(x) or x + 1)
-        function(A)
-        function(A)
-        choices_changed()
-        function(A)
-        function(A)
-        assert len(traced) == 2
-
-    def test_overrides_are_hashable_values(self, kernel):
-        cache = ConfigCache()
-        with overlay_cache(cache):
-            first = current_overrides()
-        with overlay_cache(cache):
-            assert current_overrides() == first
-            assert hash(current_overrides()) == hash(first)

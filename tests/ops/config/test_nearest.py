@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.ops.kernel.samples import Config, Product, operands
+from tests.ops.kernel.samples import QUICK, Config, Product, operands
 from tilewright import NoConfigError
 from tilewright.ops import (
     AutotunePolicy,
@@ -20,14 +20,11 @@ from tilewright.ops import (
     Invocation,
     PersistentCache,
     TunedCall,
-    Tuner,
     overlay_cache,
     policy_override,
 )
 from tilewright.ops.config.nearest import MAX_DISTANCE, MAX_OCTAVES, NearestTable
 from tilewright.ops.types import MappedAxis
-
-QUICK = Tuner(0, 1)
 
 
 class Picky(Product):
@@ -122,11 +119,6 @@ class TestDistance:
         found = [(n.distance, n.key, n.configs) for n in NearestTable(entries).neighbours(wanted.key)]
         assert found == walked(entries, wanted.key)
 
-    @given(calls, calls)
-    def test_is_the_same_both_ways(self, a, b):
-        there = [n.distance for n in NearestTable([(a.key, ())]).neighbours(b.key)]
-        assert there == [n.distance for n in NearestTable([(b.key, ())]).neighbours(a.key)]
-
     @pytest.mark.parametrize(
         ("other", "distance"),
         [
@@ -151,12 +143,6 @@ class TestDistance:
     def test_of_a_product(self, other, distance):
         found = [n.distance for n in NearestTable([(other.key, ())]).neighbours(call(64, 32, 16).key)]
         assert found == ([] if distance is None else [distance])
-
-    def test_counts_a_mapped_axis_once_for_each_array(self):
-        mapped = lambda n, which: call(8, 8, 8, mapped=(MappedAxis(n, which),))
-        for which in ((True, False), (True, True)):
-            (found,) = NearestTable([(mapped(4, which).key, ())]).neighbours(mapped(8, which).key)
-            assert found.distance == sum(which)
 
     def test_what_is_no_call_is_left_out(self):
         rubbish = ["", "{", "[]", "3", "null", '{"args": []}', 7, ("a",), None]
@@ -199,17 +185,6 @@ class TestChain:
             chosen = chain.choose(call(rows, 32, 16))
             assert (chosen.step, chosen.config) == (step, Config(4))
         assert caplog.text == ""
-
-    def test_ties_go_by_the_key(self, tmp_path):
-        near = [(call(32, 8, 16), Config(2)), (call(16, 8, 32), Config(4))]
-        first = min(near, key=lambda entry: entry[0].key)
-        for order in (near, near[::-1]):
-            chain = ConfigSelectorChain(tables=tables(tmp_path / "t", *order))
-            assert chain.choose(call(16, 8, 16)).config == first[1]
-
-    def test_is_asked_of_no_table_that_is_not_there(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(NearestTable, "__init__", None)
-        assert ConfigSelectorChain(tables=tmp_path / "none").choose(call(2, 3, 4)).step == "heuristic"
 
     def test_never_blocks_a_tuning_nor_reaches_the_disk(self, tmp_path):
         a, b = operands((6, 5), (5, 4))

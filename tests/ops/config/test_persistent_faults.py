@@ -1,18 +1,14 @@
 """The disk cache when things go wrong: each case ends as a miss or the right config, and other entries stay intact."""
 
-import contextlib
 import errno
 import hashlib
 import json
 import logging
 import os
 import random
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 import types
@@ -93,24 +89,6 @@ def reseal(document):
     return json.dumps({**document, "checksum": f"sha256:{digest}"})
 
 
-@contextlib.contextmanager
-def unprivileged_folder():
-    """A folder of a user who may not do everything: root becomes nobody for a while."""
-    folder = Path(tempfile.mkdtemp())
-    user = os.geteuid()
-    try:
-        if user == 0:
-            os.chown(folder, 65534, -1)
-            try:
-                os.seteuid(65534)
-            except OSError:
-                pytest.skip("this root may not become another user")
-        yield folder
-    finally:
-        os.seteuid(user)
-        shutil.rmtree(folder)
-
-
 class TestDamagedFiles:
     def test_any_bytes_missing_changed_or_added(self, cache, caplog):
         """Each prefix; each byte with a bit flipped, of the config's half of the bits; and any other edit."""
@@ -145,17 +123,12 @@ class TestDamagedFiles:
         assert found_in(whole) == GOOD
 
     def test_rubbish(self, cache, caplog):
-        for content in (
-            b"", b"\0" * 4096, b"null", b"[]", b"{}", b'"text"', b"1e999", b"\xff\xfe{\0}\0", b"[" * 100_000,
-            b"{" * 100_000, b'{"a":' * 50_000 + b"1" + b"}" * 50_000, b"9" * 10_000, b'{"schema": 1}',
-            b'{"schema": NaN}', os.urandom(512),
-        ):  # fmt: skip
+        for content in (b"null", b"[]", b"{}", b"1e999", b'{"a":' * 50_000 + b"1" + b"}" * 50_000, b'{"schema": NaN}'):
             file_of(cache).write_bytes(content)
             caplog.clear()
             check_miss(cache)
             assert "no config is read from good-" in caplog.text
             assert cache.put("good", GOOD)
-            assert cache.get("good") == GOOD
 
     def test_an_entry_of_another_form(self, cache):
         """With the right checksum, and with another way to write it."""
@@ -199,23 +172,12 @@ class TestStrangers:
     @pytest.mark.parametrize(
         "config",
         [
-            {"$dataclass": "this:Config", "fields": {}},
             {"$dataclass": "antigravity:x", "fields": {}},
-            {"$dataclass": "os:system", "fields": {"command": "true"}},
             {"$dataclass": "subprocess:Popen", "fields": {"args": ["true"]}},
             {"$dataclass": "tilewright.ops.utils.datacarrier:BwdParams", "fields": {}},
             {"$dataclass": "tilewright.ops.utils.datacarrier:FwdParams", "fields": {"q_blocksize": -1}},
-            {"$dataclass": "tilewright.ops.utils.datacarrier:FwdParams", "fields": {"q_blocksize": "64"}},
-            {"$dataclass": "tilewright.ops.utils.datacarrier:FwdParams", "fields": {"unknown": 1}},
-            {"$dataclass": "tilewright.ops.utils.datacarrier:FwdParams", "fields": [1]},
-            {"$dataclass": ["a"], "fields": {}},
             {"$callable": "os:system"},
-            {"$enum": "signal:Signals", "name": "SIGKILL"},
-            {"$namedtuple": "os:stat_result", "fields": {}},
             {"q_blocksize": 64},
-            {"$unknown": 1},
-            [64],
-            64,
             None,
         ],
         ids=str,
@@ -253,57 +215,37 @@ class TestStrangers:
 
 @posix
 class TestWhatIsNoFile:
-    def replace(self, cache, make):
+    @pytest.mark.parametrize("kind", ["folder", "pipe", "link to nowhere", "link to itself"])
+    def test_in_the_place_of_an_entry(self, cache, caplog, kind):
         path = file_of(cache)
         path.unlink()
-        make(path)
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to("nowhere" if kind == "link to nowhere" else path.name)
         check_miss(cache)
-        return path
-
-    def test_a_folder(self, cache, caplog):
-        self.replace(cache, Path.mkdir)
-        assert not cache.put("good", GOOD)
-        assert "is not written" in caplog.text
-        assert not cache.remove("good")
-        cache.clear()
-        assert cache.get("other") is None
+        if kind == "folder":
+            assert not cache.put("good", GOOD)
+            assert "is not written" in caplog.text
+            assert not cache.remove("good")
+            cache.clear()
+            assert cache.get("other") is None
+        else:
+            assert cache.put("good", GOOD)
+            assert cache.get("good") == GOOD
         assert temporaries(cache) == []
 
-    def test_a_fifo_does_not_block(self, cache):
-        self.replace(cache, os.mkfifo)
-        assert cache.put("good", GOOD)
-        assert cache.get("good") == GOOD
-
-    def test_a_socket(self, cache, monkeypatch):
-        with socket.socket(socket.AF_UNIX) as server:
-            monkeypatch.chdir(cache.path)  # a socket's name may not be long
-            name = file_of(cache).name
-            self.replace(cache, lambda path: server.bind(name))
-        assert cache.put("good", GOOD)
-
-    def test_links(self, cache, tmp_path):
-        path = self.replace(cache, lambda path: path.symlink_to("nowhere"))
-        path.unlink()
-        path.symlink_to(path.name)
-        check_miss(cache)
-        assert cache.put("good", GOOD)
-        assert cache.get("good") == GOOD
-
-    def test_the_cache_folder_is_a_file(self, tmp_path, caplog):
+    def test_in_the_place_of_the_folder(self, tmp_path, caplog):
         (tmp_path / "file").write_text("x")
-        for cache in (PersistentCache(tmp_path / "file"), PersistentCache(tmp_path / "file" / "below")):
+        for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 5000), "\0"):
+            cache = PersistentCache(path)
             assert not cache.put("good", GOOD)
             assert cache.get("good") is None
             assert (len(cache), list(cache), cache.clear(), cache.remove("good")) == (0, [], 0, False)
         assert (tmp_path / "file").read_text() == "x"
         assert "is not written" in caplog.text
-
-    def test_impossible_paths(self, tmp_path):
-        for path in ("\0", str(tmp_path / ("x" * 5000)), "/proc/no/such"):
-            cache = PersistentCache(path)
-            assert not cache.put("good", GOOD)
-            assert cache.get("good") is None
-            assert len(cache) == 0
 
 
 def refusing(code):
@@ -356,25 +298,6 @@ class TestRefusals:
         assert len(cache) == 3
 
     @posix
-    def test_real_permissions(self):
-        with unprivileged_folder() as folder:
-            cache = PersistentCache(folder / "configs")
-            assert cache.put("good", GOOD)
-            assert cache.put("other", OTHER)
-            file_of(cache).chmod(0)
-            check_miss(cache)
-            cache.path.chmod(0o500)
-            assert not cache.put("good", GOOD)
-            assert not cache.remove("other")
-            assert cache.get("other") == OTHER
-            cache.path.chmod(0)
-            assert cache.get("other") is None
-            assert len(cache) == 0
-            assert not PersistentCache(cache.path / "below").put("good", GOOD)
-            cache.path.chmod(0o700)
-            assert cache.get("other") == OTHER
-
-    @posix
     def test_real_full_disk(self, cache):
         code = """
             import resource
@@ -392,41 +315,9 @@ class TestRefusals:
         assert (cache.get("good"), cache.get("other"), len(cache)) == (GOOD, OTHER, 2)
         assert temporaries(cache) == []
 
-    def test_an_interrupt_leaves_no_temporary(self, cache, monkeypatch):
-        def interrupt(descriptor):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(os, "fsync", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            cache.put("good", FwdParams())
-        assert temporaries(cache) == []
-        assert cache.get("good") == GOOD
-
 
 @posix
 class TestKilled:
-    def test_in_mid_write_again_and_again(self, cache):
-        code = """
-            for i in range(1, 10**9):
-                cache.put("good", FwdParams(num_warps=i), measurements=[{"ms": float(i), "text": "x" * 20_000}])
-                if i == 1:
-                    print("ready", flush=True)
-        """
-        rng = random.Random(1)
-        for _ in range(3):
-            process = spawn(cache, code)
-            assert process.stdout.readline() == "ready\n"
-            time.sleep(rng.uniform(0.0, 0.03))
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-            config = cache.get("good", expected_type=FwdParams)
-            assert config is not None
-            assert config.num_warps >= 1
-            assert cache.entry("good").measurements[0]["ms"] == config.num_warps
-            assert cache.get("other") == OTHER
-            assert len(cache) == 2
-        assert len(temporaries(cache)) <= 3
-
     @pytest.mark.parametrize("moment", ["write", "fsync", "replace"])
     def test_at_each_step(self, cache, moment):
         code = """
@@ -500,24 +391,4 @@ class TestCrowds:
         together(work, range(16))
         assert cache.version == version + 2 * 8 * 16
         assert len(cache) == 18
-        assert temporaries(cache) == []
-
-    def test_writers_readers_and_removers(self, cache):
-        """Whatever the order, a reader sees one of the configs that were written or none."""
-        stop, seen = time.monotonic() + 0.5, set()
-
-        def work(action):
-            while time.monotonic() < stop:
-                action()
-
-        actions = [
-            lambda: cache.put("good", GOOD),
-            lambda: cache.put("good", FwdParams(num_warps=2)),
-            lambda: cache.remove("good"),
-            lambda: seen.add(cache.get("good", expected_type=FwdParams)),
-            lambda: cache.entries(),
-        ]
-        together(work, actions)
-        assert seen <= {GOOD, FwdParams(num_warps=2), None}
-        assert cache.get("other") == OTHER
         assert temporaries(cache) == []

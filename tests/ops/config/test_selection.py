@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.ops.kernel.samples import Config, Pair, Product, operands, watching
+from tests.ops.kernel.samples import QUICK, A, B, Config, Pair, Product, watching
 from tests.support.threads import together
 from tilewright import NoConfigError
 from tilewright.ops import (
@@ -22,7 +22,6 @@ from tilewright.ops import (
     Kernel,
     PersistentCache,
     Selection,
-    Tuner,
     default_executor,
     overlay_cache,
     policy_override,
@@ -31,9 +30,6 @@ from tilewright.ops import (
 from tilewright.ops.config.results import AutotuningResult, TunedCall
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.types import Device
-
-A, B = operands((6, 5), (5, 4))
-QUICK = Tuner(0, 1)
 
 
 @pytest.fixture
@@ -135,13 +131,6 @@ class TestOrder:
 
 
 class TestHeuristics:
-    def test_are_in_memory_only(self, kernel, inv, tmp_path):
-        chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path))
-        Executor(chain)(kernel, A, B)
-        assert chain.cache.origin(inv.key) == "heuristic"
-        assert len(chain.persistent) == 0
-        assert not tmp_path.exists() or not list(tmp_path.iterdir())
-
     def test_never_block_a_tuning(self, kernel, inv):
         events = []
         chain = ConfigSelectorChain(tuner=QUICK, on_event=lambda e: isinstance(e, Selection) and events.append(e.step))
@@ -307,14 +296,6 @@ class TestPolicy:
 
 
 class TestExplicitConfigs:
-    def test_are_stored_nowhere(self, kernel, tmp_path):
-        chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path), autotune=True)
-        with watching() as seen:
-            Executor(chain)(kernel, A, B, cfg=Config(77))
-            jax.jit(lambda a: Executor(chain)(kernel, a, B, cfg=Config(77)))(A)
-        assert {s.cfg for s in seen} == {Config(77)}
-        assert len(chain.cache) == len(chain.persistent) == 0
-
     def test_do_not_disturb_each_other(self, kernel):
         executor = Executor(ConfigSelectorChain())
         for cfg in (Config(1), Config(2), Config(1), None):
@@ -362,16 +343,6 @@ class TestStorage:
         Executor(chain)(kernel, A, B)
         assert chain.choose(Invocation(kernel, (A, B))) == Selection(marker, "memory", Invocation(kernel, (A, B)).key)
         assert "cannot be stored on disk" in caplog.text
-
-    def test_a_full_disk_is_no_error(self, inv, tmp_path, monkeypatch):
-        import os
-
-        def full(*args):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(os, "replace", full)
-        chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path), autotune=True, tuner=QUICK)
-        assert chain.choose(inv).step == "autotune"
 
 
 class Marker:

@@ -56,15 +56,6 @@ def test_a_damaged_table_is_left_out_and_logged(tmp_path, caplog, damage):
     assert "a.json cannot be read" in caplog.text
 
 
-def test_bytes_that_are_no_text(tmp_path):
-    (tmp_path / "a.json").write_bytes(b"\xff\xfe\x00")
-    assert load_tables("cpu:test", tmp_path) == {}
-
-
-def test_a_missing_folder_holds_nothing(tmp_path):
-    assert load_tables("cpu:test", tmp_path / "none") == {}
-
-
 def test_the_shipped_tables_can_be_read(caplog):
     load_tables("cpu:test")
     assert caplog.text == ""
