@@ -7,7 +7,6 @@ from jax.sharding import AbstractMesh, AxisType
 
 from tests.ops.kernel.samples import Product, operands
 from tilewright.ops import ConfigSelectorChain, Executor, Invocation, device_fingerprint
-from tilewright.ops.utils import device as devices
 from tilewright.ops.utils.device import current_device, device_for_platform
 
 A, B = operands((8, 5), (5, 4))
@@ -83,16 +82,3 @@ def test_nothing_is_tuned_for_what_is_not_here():
     with jax.sharding.use_abstract_mesh(abstract_mesh("NVIDIA H100 80GB HBM3", "gpu")):
         assert chain.choose(Invocation(Product("tests.device"), (A, B))).step == "heuristic"
     assert tuned == ["Selection"]
-
-
-def test_capability_is_read_from_the_device():
-    class Fake:
-        platform, device_kind, compute_capability, core_count = "gpu", "NVIDIA L4", "8.9", 58
-
-    class Rocm(Fake):
-        device_kind, compute_capability = "MI300X", "gfx942"
-
-    found = devices._device(Fake())
-    assert (found.kind, found.capability, found.cores) == ("gpu", (8, 9), 58)
-    assert found.fingerprint == "gpu:NVIDIA L4:8.9"
-    assert devices._device(Rocm()).capability is None

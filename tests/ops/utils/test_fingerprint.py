@@ -52,10 +52,6 @@ class FakeDevice(types.SimpleNamespace):
 
 
 class TestDevice:
-    def test_kind_and_platform_agree_with_jax(self):
-        expected = {"cpu": ("cpu", "xla"), "gpu": ("gpu", "triton"), "tpu": ("tpu", "pallas")}
-        assert (device_kind(), get_device_platform()) == expected[jax.default_backend()]
-
     @pytest.mark.parametrize(
         ("platform", "kind", "best"),
         [("cuda", "gpu", "triton"), ("rocm", "gpu", "triton"), ("tpu", "tpu", "pallas"), ("neuron", "cpu", "xla")],
@@ -93,13 +89,6 @@ class TestDevice:
         (tmp_path / "cpuinfo").write_text(cpuinfo)
         monkeypatch.setattr(fingerprint, "open", lambda *a, **k: (tmp_path / "cpuinfo").open(), raising=False)
         assert fingerprint._cpu_model() == model
-
-    def test_cpu_model_without_proc(self, monkeypatch):
-        def missing(*arguments, **keywords):
-            raise FileNotFoundError
-
-        monkeypatch.setattr(fingerprint, "open", missing, raising=False)
-        assert fingerprint._cpu_model()
 
     def test_follows_the_default_device(self):
         with jax.default_device("cpu"):
@@ -172,26 +161,6 @@ class TestSharding:
         assert lines[13] == "[a=4,b=2](b,a)"
         assert lines[14] == "[a=4,b=2](a)@pinned_host"
 
-    def test_other_shardings_name_no_device(self):
-        class Strange(jax.sharding.Sharding):
-            num_devices = 8
-            is_fully_replicated = False
-
-            def shard_shape(self, global_shape):
-                return tuple(size // 2 for size in global_shape)
-
-            def __hash__(self):
-                return 1
-
-            def __eq__(self, other):
-                return self is other
-
-            def __repr__(self):
-                return "Strange(devices=[TpuDevice(id=17)])"
-
-        strange = types.SimpleNamespace(shape=(8, 4), sharding=Strange())
-        assert sharding_fingerprint(strange) == "Strange[8](4,2)"
-
 
 class TestToolchain:
     def test_versions(self):
@@ -220,12 +189,6 @@ class TestSource:
         assert all(len(text) == 16 for text in found)
         assert len(set(found)) == 4
         assert source_fingerprint(TestSource()) == source_fingerprint(TestSource) == found[0]
-
-    def test_without_source(self):
-        namespace = {}
-        exec("class Made: pass", namespace)
-        for thing in (int, sys, len, namespace["Made"], 3):
-            assert source_fingerprint(thing) == ""
 
     def test_changes_with_the_source(self, tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(tmp_path)

@@ -137,7 +137,8 @@ PLAIN = [
     complex(math.inf, -0.0),
     {1, 2}, frozenset({"a", "b"}), Point(1, 2.5), Mutable([1]), function, Holder, int, len, math.sin, np.sum,
     jnp.exp, jax.nn.relu, jax.nn.gelu, jnp.add, np.add, Holder.make, jax.lax.Precision.HIGHEST, np.floating,
-    jax.lax.DotAlgorithmPreset.F32_F32_F32,
+    jax.lax.DotAlgorithmPreset.F32_F32_F32, np.dtype(jnp.bfloat16), np.dtype("float8_e5m2"), np.dtype(jnp.int4),
+    jax.random.key(0).dtype, np.float32(0.1), ml_dtypes.bfloat16(1.5), np.complex64(1 + 2j),
 ]  # fmt: skip
 
 
@@ -152,11 +153,6 @@ class TestRoundTrip:
         again = from_json(to_json(config), type(config)) if not callable(config) else config
         assert again == config
         assert type(again) is type(config)
-
-    def test_stable_text_is_typed_json_with_sorted_keys(self, config):
-        if not callable(config):
-            assert json.loads(stable_json(config)) == json.loads(to_json(config))
-            assert from_json(stable_json(config), type(config)) == config
 
     def test_tagged(self, config):
         data = json.loads(canonical_json(tagged(config)))
@@ -190,6 +186,7 @@ def test_stable_json_depends_on_the_value_alone():
     assert stable_json({2: "x", 1: "y"}) == stable_json({1: "y", 2: "x"})
     assert stable_json({1, 5, 3}) == stable_json({5, 3, 1})
     assert len({stable_json(value) for value in (1, 1.0, True, "1", [(1,)], [[1]], None)}) == 7
+    assert stable_json(CONFIGS[4]) == stable_json(dataclasses.replace(CONFIGS[4]))
     assert stable_json(Tile(3)) == '{"columns":8,"rows":3}'
 
 
@@ -215,12 +212,8 @@ class TestTypedErrors:
             ('{"params": {"rows": 1}}', Config, r"Config\.params="),
             ('{"columns": 1}', Tile, "Tile.*missing.*rows"),
             ('{"rows": "1"}', Tile, r"Tile\.rows='1'.*Expected `int`"),
-            ('{"rows": 1.0}', Tile, r"Tile\.rows=1\.0"),
             ('{"rows": true}', Tile, r"Tile\.rows=True"),
-            ('{"rows": null}', Tile, r"Tile\.rows=None"),
-            ('{"rows": [1]}', Tile, r"Tile\.rows=\[1\]"),
             ('{"mode": "slow"}', Config, r"Config\.mode='slow'"),
-            ('{"level": "high"}', Config, r"Config\.level='high'"),
             ('{"window": [1]}', Config, r"Config\.window: expected 2 items"),
             ('{"window": [1, "2"]}', Config, r"Config\.window\[1\]='2'"),
             ('{"pair": {"$tuple": [1]}, "dtype": {"$tuple": [1]}}', Config, r"Config\.dtype: expected"),
@@ -327,35 +320,6 @@ class TestArrays:
         assert tagged((size * 2, 3)) == {"$tuple": [{"$dimension": "2*batch"}, 3]}
         with pytest.raises(ValueError, match="expression"):
             untagged(tagged(size))
-
-    @pytest.mark.parametrize(
-        "dtype", [jnp.bfloat16, np.float32, jnp.int8, "float8_e5m2", np.dtype(bool), jnp.dtype("complex64"), jnp.int4]
-    )
-    def test_dtypes(self, dtype):
-        dtype = np.dtype(dtype) if isinstance(dtype, str) else dtype
-        data = tagged(dtype)
-        assert data == {"$dtype": np.dtype(dtype).name}
-        assert untagged(data) == np.dtype(dtype) == dtype
-
-    def test_key_dtype(self):
-        dtype = jax.random.key(0).dtype
-        assert untagged(tagged(dtype)) == dtype
-
-    @pytest.mark.parametrize(
-        "scalar",
-        [
-            np.float32(0.1),
-            np.int8(-3),
-            np.bool_(True),
-            ml_dtypes.bfloat16(1.5),
-            np.complex64(1 + 2j),
-            np.float64("inf"),
-        ],
-    )
-    def test_numpy_scalars_are_values(self, scalar):
-        again = untagged(json.loads(canonical_json(tagged(scalar))))
-        assert type(again) is type(scalar)
-        assert again == scalar
 
 
 class TestUntaggedErrors:

@@ -1,7 +1,6 @@
 """Hashes of sources."""
 
 import ast
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -136,10 +135,3 @@ def test_every_import_in_the_package_is_found() -> None:
                 assert {each.name for each in node.names} <= found, path
             if isinstance(node, ast.ImportFrom):
                 assert {node.module, *(f"{node.module}.{each.name}" for each in node.names)} <= found, path
-
-
-@pytest.mark.parametrize("module", ["tilewright", "tilewright.ops", "tilewright.kernels.masks", "json"])
-def test_sources_are_found_without_importing(module: str) -> None:
-    known = importlib.import_module(module).__file__
-    assert known is not None
-    assert sources._file(module) == Path(known)
