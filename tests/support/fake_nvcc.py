@@ -12,11 +12,12 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
-from tilewright.kernels.cuda import Compare, Fact, Field, MultipleOf, Predicate, Variant, VariantTable, instance
+from tests.support.plain_variant import PlainVariant
+from tilewright.kernels.cuda import Compare, Fact, Field, MultipleOf, VariantTable, instance
 
 HOST_COMPILER = shutil.which("g++")
 NEEDED = "needs a C compiler: there is no g++ on PATH"
@@ -163,36 +164,33 @@ def given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvcc:
     return made
 
 
-@dataclasses.dataclass(frozen=True)
-class SampleVariant(Variant):
+@pytest.fixture
+def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvcc:
+    """The stand-in as the compiler that is found; a folder of tests takes the fixture into its conftest."""
+    return given(tmp_path, monkeypatch)
+
+
+def take_away(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Leaves no compiler anywhere.
+
+    Args:
+      folder: one without programs.
+    """
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def sample_variant(width: int, speed: str) -> PlainVariant:
     """A variant for rows of up to ``width``, fast or slow."""
-
-    width: int
-    speed: str
-
-    @property
-    def name(self) -> str:
-        return f"{'small' if self.width <= 64 else 'large'}_{self.speed}"
-
-    @property
-    def group(self) -> str:
-        return self.speed
-
-    @property
-    def cpp_class(self) -> str:
-        return instance("Sample", self.width, self.speed == "fast")
-
-    @property
-    def sort_key(self) -> tuple[Any, ...]:
-        return self.speed, self.width
-
-    @property
-    def arch_range(self) -> tuple[int, int]:
-        return (90, 100) if self.speed == "fast" else (70, 100)
-
-    @property
-    def requirements(self) -> tuple[Predicate, ...]:
-        return (Compare(Field("width"), "<=", self.width), MultipleOf(Field("width"), Fact("alignment")))
+    return PlainVariant(
+        name=f"{'small' if width <= 64 else 'large'}_{speed}",
+        group=speed,
+        cpp_class=instance("Sample", width, speed == "fast"),
+        sort_key=(speed, width),
+        arch_range=(90, 100) if speed == "fast" else (70, 100),
+        requirements=(Compare(Field("width"), "<=", width), MultipleOf(Field("width"), Fact("alignment"))),
+    )
 
 
 def sample_table(folder: Path, name: str = "sample") -> VariantTable:
@@ -200,5 +198,5 @@ def sample_table(folder: Path, name: str = "sample") -> VariantTable:
     for file, text in (("sample.cuh", '#include "sample_part.h"\n'), ("sample_part.h", "// nothing\n")):
         if not (folder / file).exists():  # or another process might read it while it is written
             (folder / file).write_text(text)
-    variants = tuple(SampleVariant(width, speed) for width in (256, 64) for speed in ("slow", "fast"))
+    variants = tuple(sample_variant(width, speed) for width in (256, 64) for speed in ("slow", "fast"))
     return VariantTable(name, folder / "sample.cuh", ("rows", "width"), variants)

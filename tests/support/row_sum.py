@@ -1,10 +1,9 @@
 """A kernel that uses everything the launcher gives: shared memory, a workspace, attributes, absent arrays."""
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
-from tilewright.kernels.cuda import Compare, DeviceField, Fact, Field, Predicate, Variant, VariantTable
+from tests.support.plain_variant import PlainVariant
+from tilewright.kernels.cuda import Compare, DeviceField, Fact, Field, VariantTable
 
 # Sums each row in a block's dynamic shared memory, by way of a workspace, and adds what the attributes say.
 HEADER = """
@@ -50,35 +49,15 @@ struct RowSum {
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class RowSum(Variant):
-    shared: int
-    checked: bool = True
-
-    @property
-    def name(self) -> str:
-        return f"shared{self.shared}"
-
-    @property
-    def group(self) -> str:
-        return "all"
-
-    @property
-    def cpp_class(self) -> str:
-        return f"RowSum<{self.shared}>"
-
-    @property
-    def sort_key(self) -> tuple[Any, ...]:
-        return (self.shared,)
-
-    @property
-    def arch_range(self) -> tuple[int, int]:
-        return (75, 130)
-
-    @property
-    def requirements(self) -> tuple[Predicate, ...]:
-        fits = Compare(Fact("shared_bytes"), "<=", DeviceField("shared_memory"))
-        return (Compare(Field("width"), "<=", self.shared // 4), *([fits] if self.checked else []))
+def row_sum(shared: int, *, checked: bool = True) -> PlainVariant:
+    """A variant for rows that fit into bytes of shared memory, which may be more than the device has if unchecked."""
+    fits = Compare(Fact("shared_bytes"), "<=", DeviceField("shared_memory"))
+    return PlainVariant(
+        name=f"shared{shared}",
+        cpp_class=f"RowSum<{shared}>",
+        sort_key=(shared,),
+        requirements=(Compare(Field("width"), "<=", shared // 4), *([fits] if checked else [])),
+    )
 
 
 def row_sum_table(folder: Path, *flags: str) -> VariantTable:
@@ -87,5 +66,5 @@ def row_sum_table(folder: Path, *flags: str) -> VariantTable:
     The last variant takes more shared memory than any device has, without the requirement that would say so.
     """
     (folder / "row_sum.cuh").write_text(HEADER)
-    variants = (RowSum(1024), RowSum(60 << 10), RowSum(64 << 10), RowSum(1 << 20, checked=False))
+    variants = (row_sum(1024), row_sum(60 << 10), row_sum(64 << 10), row_sum(1 << 20, checked=False))
     return VariantTable("row_sum", folder / "row_sum.cuh", ("rows", "width"), variants, flags=flags)

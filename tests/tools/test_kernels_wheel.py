@@ -17,27 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.conftest import A100, H100
-from tests.support import fake_nvcc
+from tests.support.fake_nvcc import sample_table
+from tests.support.plain_variant import PlainVariant
 from tilewright._version import __version__
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import cuda_tables
-from tilewright.kernels.cuda import (
-    AnyOf,
-    BuildCache,
-    Compare,
-    CudaKernel,
-    DeviceField,
-    Fact,
-    Field,
-    MultipleOf,
-    Predicate,
-    Values,
-    Variant,
-    VariantTable,
-    build,
-    groups_of,
-    toolchain,
-)
+from tilewright.kernels.cuda import BuildCache, CudaKernel, Predicate, VariantTable, build, groups_of, toolchain
+from tilewright.kernels.cuda.requirements import AnyOf, Compare, DeviceField, Fact, Field, MultipleOf, Values
 from tilewright.kernels.flash_attention.cuda import ampere_variants, selection
 from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
 from tilewright.ops.utils.serialize import resolve
@@ -54,40 +40,12 @@ BOUNDS = {"rows": (1, 24), "width": (1, 24), "flag": (0, 1)}
 DEVICE = {"capability": 90, "shared_memory": 12, "multiprocessors": 4}
 
 
-@dataclasses.dataclass(frozen=True)
-class PlainVariant(Variant):
-    """A variant with any requirements, in a group of its own."""
-
-    number: int
-    asked: tuple[Predicate, ...]
-
-    @property
-    def name(self) -> str:
-        return f"v{self.number}"
-
-    @property
-    def group(self) -> str:
-        return f"g{self.number}"
-
-    @property
-    def cpp_class(self) -> str:
-        return self.name
-
-    @property
-    def sort_key(self) -> tuple[int, ...]:
-        return (self.number,)
-
-    @property
-    def arch_range(self) -> tuple[int, int]:
-        return 80, 100
-
-    @property
-    def requirements(self) -> tuple[Predicate, ...]:
-        return self.asked
-
-
 def plain_table(*requirements: tuple[Predicate, ...]) -> VariantTable:
-    variants = tuple(PlainVariant(number, each) for number, each in enumerate(requirements))
+    """A table of variants that ask for something, each in a group of its own."""
+    variants = tuple(
+        PlainVariant(f"v{number}", f"g{number}", sort_key=(number,), arch_range=(80, 100), requirements=asked)
+        for number, asked in enumerate(requirements)
+    )
     return VariantTable("plain", Path("plain.cuh"), tuple(BOUNDS), variants)
 
 
@@ -178,11 +136,10 @@ CALLS = (
 
 
 @pytest.fixture
-def every_package_is_here(monkeypatch, tmp_path):
-    """The stand-in for nvcc, which needs no headers, and a build cache of the test's own."""
-    made = fake_nvcc.given(tmp_path, monkeypatch)
+def every_package_is_here(nvcc, monkeypatch):
+    """The stand-in for nvcc, which needs no headers."""
     monkeypatch.setattr(toolchain, "missing", lambda *_: [])
-    return made
+    return nvcc
 
 
 def compiled() -> set[tuple[str, ...]]:
@@ -244,7 +201,7 @@ def test_what_does_not_ship_is_one_line(arguments, message, capsys):
 @pytest.fixture
 def sample(every_package_is_here, tmp_path):
     """A table for the stand-in, whose two groups are built."""
-    table = fake_nvcc.sample_table(tmp_path)
+    table = sample_table(tmp_path)
     built = build(groups_of(table, 90), cache=BuildCache(tmp_path / "builds"))
     return [(record_of(group, path, (13, 0)), path) for group, path in built.items()]
 

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import os
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import jax
@@ -15,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.conftest import A100, H100
-from tilewright.errors import BuildError
+from tests.support import fake_nvcc
+from tests.support.plain_variant import PlainVariant
 from tilewright.kernels.cuda import (
     AnyOf,
     Compare,
@@ -25,9 +25,7 @@ from tilewright.kernels.cuda import (
     Field,
     Group,
     MultipleOf,
-    Predicate,
     Values,
-    Variant,
     VariantTable,
     build,
     kernel,
@@ -113,8 +111,7 @@ def test_what_the_compiler_no_longer_compiles_is_a_reason(nvcc, cache, table):
 
 def test_without_a_compiler_the_next_variant_that_is_built_is_taken(nvcc, cache, table, tmp_path, monkeypatch):
     build([Group(table, "slow", 90)], cache=cache)
-    monkeypatch.setenv("CUDA_HOME", "")
-    monkeypatch.setenv("PATH", str(tmp_path))
+    fake_nvcc.take_away(monkeypatch, tmp_path)
     ours = CudaKernel(table, cache)
     problem = {"rows": 1, "width": 8}
     assert ours.reasons(problem, H100) == []
@@ -128,12 +125,6 @@ def test_without_a_compiler_nothing_runs(cache, table, no_nvcc):
     (reason,) = ours.reasons({"rows": 1, "width": 8}, H100)
     assert "there is no nvcc" in reason
     assert ours.select({"rows": 1, "width": 8}, H100)[0] is None
-
-
-def test_a_compiler_that_fails_is_an_error_with_its_message(nvcc, cache, table, monkeypatch):
-    monkeypatch.setenv("FAKE_NVCC_ERROR", "error: no such thing")
-    with pytest.raises(BuildError, match="no such thing"):
-        CudaKernel(table, cache).select({"rows": 1, "width": 8}, H100)
 
 
 def test_a_cache_of_somebody_else_is_a_reason(nvcc, cache, table, monkeypatch):
@@ -188,40 +179,6 @@ def test_a_variant_of_another_architecture_is_refused(nvcc, cache, table):
 # The selector against a brute-force walk.
 
 
-@dataclasses.dataclass(frozen=True)
-class Drawn(Variant):
-    index: int
-    rank: int
-    where: int
-    low: int
-    high: int
-    asked: tuple[Predicate, ...]
-
-    @property
-    def name(self) -> str:
-        return f"variant{self.index}"
-
-    @property
-    def group(self) -> str:
-        return f"group{self.where}"
-
-    @property
-    def cpp_class(self) -> str:
-        return f"Drawn<{self.index}>"
-
-    @property
-    def sort_key(self) -> tuple[Any, ...]:
-        return (self.rank,)
-
-    @property
-    def arch_range(self) -> tuple[int, int]:
-        return self.low, self.high
-
-    @property
-    def requirements(self) -> tuple[Predicate, ...]:
-        return self.asked
-
-
 NUMBERS = st.integers(0, 6)
 OPERANDS = st.one_of(
     st.sampled_from([Field("a"), Field("b")]),
@@ -237,19 +194,17 @@ PREDICATES = st.one_of(SIMPLE, st.lists(SIMPLE, min_size=1, max_size=2).map(lamb
 RANGES = st.sampled_from(list(itertools.combinations([70, 75, 80, 90, 100], 2)))
 
 
-@st.composite
-def drawn_variants(draw):
-    count = draw(st.integers(1, 8))
-    made = []
-    for index in range(count):
-        low, high = draw(RANGES)
-        asked = tuple(draw(st.lists(PREDICATES, max_size=3)))
-        made.append(Drawn(index, draw(st.integers(0, 3)), draw(st.integers(0, 2)), low, high, asked))
-    return made
+VARIANTS = st.builds(
+    PlainVariant,
+    group=st.sampled_from(["a", "b", "c"]),
+    sort_key=st.tuples(st.integers(0, 3)),
+    arch_range=RANGES,
+    requirements=st.lists(PREDICATES, max_size=3).map(tuple),
+)
 
 
 @given(
-    variants=drawn_variants(),
+    drawn=st.lists(VARIANTS, min_size=1, max_size=8),
     facts=st.lists(
         st.fixed_dictionaries({"shared_bytes": NUMBERS, "threads": NUMBERS, "alignment": NUMBERS}), min_size=8
     ),
@@ -257,19 +212,21 @@ def drawn_variants(draw):
     b=NUMBERS,
     device=st.sampled_from([H100, A100, V100]),
 )
-def test_the_selector_against_a_brute_force_walk(variants, facts, a, b, device):
+def test_the_selector_against_a_brute_force_walk(drawn, facts, a, b, device):
+    variants = [dataclasses.replace(variant, name=f"variant{i}") for i, variant in enumerate(drawn)]
+    facts = {variant.name: each for variant, each in zip(variants, facts, strict=False)}
     table = VariantTable("drawn", Path("drawn.cuh"), ("a", "b"), tuple(variants))
-    compiled = library.Library("target", {v.name: facts[v.index] for v in variants}, mock.Mock(), {})
+    compiled = library.Library("target", facts, mock.Mock(), {})
     known = device_values(device)
     with mock.patch.object(kernel.library, "loaded", return_value=compiled):
         chosen, reasons = CudaKernel(table).select({"a": a, "b": b}, device)
         said = CudaKernel(table).reasons({"a": a, "b": b}, device)
 
     able = [
-        (variant.rank, variant.name, variant)
+        (variant.sort_key, variant.name, variant)
         for variant in variants
-        if variant.low <= known["capability"] < variant.high
-        and all(each.holds(Values({"a": a, "b": b}, known, facts[variant.index])) for each in variant.asked)
+        if known["capability"] in range(*variant.arch_range)
+        and all(each.holds(Values({"a": a, "b": b}, known, facts[variant.name])) for each in variant.requirements)
     ]
     assert chosen == (min(able, key=lambda each: each[:2])[2] if able else None)
     assert bool(said) == (not able)

@@ -6,19 +6,8 @@ import subprocess
 
 import pytest
 
-from tilewright.kernels.cuda.requirements import (
-    DEVICE_FIELDS,
-    FACT_FIELDS,
-    AnyOf,
-    Compare,
-    DeviceField,
-    Fact,
-    Field,
-    MultipleOf,
-    Values,
-    one_of,
-    without_smaller_bounds,
-)
+from tilewright.kernels.cuda import AnyOf, Compare, DeviceField, Fact, Field, MultipleOf, Values
+from tilewright.kernels.cuda.requirements import DEVICE_FIELDS, FACT_FIELDS, one_of, without_smaller_bounds
 
 FIELDS = ("rows", "width")
 VALUES = Values(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fake_nvcc import SampleVariant, sample_table
+from tests.support.fake_nvcc import sample_table
+from tests.support.plain_variant import PlainVariant
 from tilewright.kernels.cuda import Compare, Field, VariantTable, generate
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -46,12 +47,6 @@ def test_groups_and_variants_for_an_architecture(tmp_path):
         table.in_group("nonesuch")
 
 
-def given(**properties):
-    """A variant of which some properties are these."""
-    kind = type("Given", (SampleVariant,), {name: property(lambda _, v=v: v) for name, v in properties.items()})
-    return kind(64, "fast")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -60,11 +55,11 @@ def given(**properties):
         ({"fields": ("rows", "rows")}, "two fields"),
         ({"fields": ("rows", "width", "long")}, "'long'"),
         ({"memory_per_job": 0}, "memory_per_job"),
-        ({"variants": (SampleVariant(64, "fast"), SampleVariant(64, "fast"))}, "two variants"),
-        ({"variants": (given(name="a b"),)}, "identifier"),
-        ({"variants": (given(group="a/b"),)}, "identifier"),
-        ({"variants": (given(arch_range=(90, 90)),)}, "no architecture"),
-        ({"variants": (given(requirements=(Compare(Field("depth"), "<", 3),)),)}, "depth"),
+        ({"variants": (PlainVariant(), PlainVariant())}, "two variants"),
+        ({"variants": (PlainVariant("a b"),)}, "identifier"),
+        ({"variants": (PlainVariant(group="a/b"),)}, "identifier"),
+        ({"variants": (PlainVariant(arch_range=(90, 90)),)}, "no architecture"),
+        ({"variants": (PlainVariant(requirements=(Compare(Field("depth"), "<", 3),)),)}, "depth"),
     ],
 )
 def test_what_is_no_table_is_refused(change, message, tmp_path):

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.support import fake_nvcc
 from tests.support.clock import Clock
 from tests.support.fake_nvcc import FakeNvcc, sample_table
 from tilewright.kernels.cuda import Group, find
@@ -37,11 +36,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 QUICK = Tuner(warmup=0, iters=2)
 X = jnp.ones(8)
-
-
-@pytest.fixture
-def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvcc:
-    return fake_nvcc.given(tmp_path, monkeypatch)
 
 
 class Compiled(Kernel[str, jax.Array]):
