@@ -1,18 +1,15 @@
 """``tilewright build``, with a stand-in for nvcc."""
 
+import functools
 import os
 import signal
 import subprocess
-import sys
 import zipfile
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.support import fake_nvcc
-from tests.support.command_line import interrupted, program
-from tilewright.cli import main
-from tilewright.cli.app import app
+from tests.support.command_line import ends, interrupted, program, streams
 from tilewright.cli.info.inventory import machine_facts
 from tilewright.kernels.cuda import BuildCache, Group, build
 from tools.kernels_wheel.__main__ import record_of
@@ -28,20 +25,13 @@ OTHER = 3
 
 
 @pytest.fixture
-def nvcc(tmp_path, monkeypatch):
+def nvcc(folder, monkeypatch):
     """The stand-in, a cache of the test's own, and a module ``mine`` with a table in the working directory."""
-    made = fake_nvcc.given(tmp_path, monkeypatch)
-    (tmp_path / "mine.py").write_text(TABLE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    yield made
-    sys.modules.pop("mine", None)
+    (folder / "mine.py").write_text(TABLE)
+    return fake_nvcc.given(folder, monkeypatch)
 
 
-def invoke(*arguments, code=0):
-    result = CliRunner().invoke(app, ["build", *arguments])
-    assert result.exit_code == code, result.output
-    return result
+invoke = functools.partial(streams, "build")
 
 
 def test_build_then_list(nvcc, tmp_path):
@@ -101,8 +91,7 @@ def test_a_failing_compiler_is_exit_code_1_with_its_own_message(nvcc, monkeypatc
 
 
 def test_no_compiler_is_exit_code_1_with_the_reason(nvcc, monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_HOME", "")
-    monkeypatch.setenv("PATH", str(tmp_path))
+    fake_nvcc.take_away(monkeypatch, tmp_path)
     assert "there is no nvcc" in invoke("--arch", "90", "--table", "mine:TABLE", code=1).stderr
     assert "no: there is no nvcc" in invoke("--arch", "90", "--table", "mine:TABLE", "--list").stdout
 
@@ -132,22 +121,17 @@ def test_the_generated_sources_can_be_had(nvcc, tmp_path):
     ],
 )
 def test_bad_arguments_are_one_line_on_stderr_and_code_2(arguments, message, nvcc, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["build", *arguments])
-    captured = capsys.readouterr()
-    assert ended.value.code == 2
-    assert captured.out == ""
-    assert len(captured.err.strip().splitlines()) == 1
-    assert message in captured.err
+    code, out, line = ends(capsys, "build", *arguments)
+    assert (code, out) == (2, "")
+    assert message in line
 
 
 def test_a_cache_of_somebody_else_is_refused(nvcc, tmp_path, capsys):
     (tmp_path / "cache" / "cuda").mkdir(parents=True)
     os.chmod(tmp_path / "cache" / "cuda", 0o777)
-    with pytest.raises(SystemExit) as ended:
-        main(["build", "--arch", "90", "--table", "mine:TABLE", "--list"])
-    assert ended.value.code == 1
-    assert "writable by others" in capsys.readouterr().err
+    code, _, line = ends(capsys, "build", "--arch", "90", "--table", "mine:TABLE", "--list")
+    assert code == 1
+    assert "writable by others" in line
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

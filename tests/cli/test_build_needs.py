@@ -1,24 +1,22 @@
 """``tilewright build`` of what an op, a program or a lock file needs, with a stand-in for nvcc."""
 
+import functools
 import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
-from typer.testing import CliRunner
 
 from tests.kernels.conftest import H100
 from tests.support import fake_nvcc
-from tilewright.cli import main
-from tilewright.cli.app import app
+from tests.support.command_line import ends, streams
 from tilewright.cli.cuda import building
 from tilewright.kernels import kernel
 from tilewright.kernels.cuda import Group, groups_of, locate, toolchain
-from tilewright.kernels.flash_attention.cuda import ampere_variants
 from tilewright.kernels.flash_attention.cuda import backend as cuda
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
-from tilewright.ops import Lock, executor
+from tilewright.ops import Lock
 from tilewright.ops.config.lockfile import Decision
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.prepared import prepared
@@ -46,20 +44,11 @@ BACKWARD = "flash_attention_ampere_backward-f32_k64_plain-sm_90a"
 
 
 @pytest.fixture
-def stand_in(tmp_path, monkeypatch):
+def stand_in(folder, cache_directory, monkeypatch):
     """The stand-in for nvcc, caches of the test's own, and a module ``mine`` with programs."""
-    made = fake_nvcc.given(tmp_path, monkeypatch)
     monkeypatch.setattr(toolchain, "missing", lambda *_: [])  # whatever headers are installed
-    (tmp_path / "mine.py").write_text(PROGRAM)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    caches = (executor.default_chain, executor.default_executor)
-    for cached in caches:
-        cached.cache_clear()
-    yield made
-    sys.modules.pop("mine", None)
-    for cached in caches:
-        cached.cache_clear()
+    (folder / "mine.py").write_text(PROGRAM)
+    return fake_nvcc.given(folder, monkeypatch)
 
 
 @pytest.fixture
@@ -70,10 +59,7 @@ def nvcc(stand_in, monkeypatch):
     return stand_in
 
 
-def invoke(*arguments, code=0):
-    result = CliRunner().invoke(app, ["build", *arguments])
-    assert result.exit_code == code, result.output + str(result.exception)
-    return result
+invoke = functools.partial(streams, "build")
 
 
 def built(tmp_path):
@@ -100,8 +86,15 @@ def test_every_group_of_attention_is_listed(nvcc):
     assert nvcc.compilations() == []
 
 
-@pytest.mark.parametrize("arguments", [("update_pages", "--arch", "90a"), ("ragged_page_attention", "--arch", "80")])
-def test_an_op_without_cuda_needs_nothing(arguments, nvcc):
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("update_pages", "--arch", "90a"),
+        ("ragged_page_attention", "--arch", "80"),
+        ("update_pages", "--shape", "2,128,2,64"),
+    ],
+)
+def test_what_is_without_cuda_needs_nothing(arguments, nvcc):
     for more in ((), ("--list",)):
         assert "nothing of it needs a kernel that nvcc compiles" in invoke(*arguments, *more).output
 
@@ -114,10 +107,6 @@ def test_a_shape_of_an_op_needs_what_would_run_if_it_were_built(nvcc, tmp_path):
     assert built(tmp_path) == [BACKWARD, FORWARD]
     assert "0 of 2 built now, 2 were there" in invoke(*shape).output
     assert "1 of 1 built" in invoke(*shape, "--no-backward", "--list").output
-
-
-def test_a_call_without_cuda_needs_nothing(nvcc):
-    assert "nothing of it needs" in invoke("update_pages", "--shape", "2,128,2,64").output
 
 
 @pytest.mark.parametrize(
@@ -238,16 +227,6 @@ def test_what_the_built_kernels_ask_for_is_built_too(nvcc, tmp_path, capsys):
     assert "(2 of 2)" in said.err
 
 
-def test_a_line_for_each_event_where_nobody_watches(nvcc, capsys):
-    group = Group(ampere_variants.FORWARD, "bf16_k64_plain", 80)
-    assert building.build_and_report(lambda: [group], 1) == 0
-    started, ended = capsys.readouterr().err.splitlines()
-    assert started == f"building {group} (0 of 1)"
-    assert ended.startswith(f"built {group} in 0 s, 0.0 MB")
-    assert building.build_and_report(lambda: [group], 1) == 0
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -263,9 +242,6 @@ def test_a_line_for_each_event_where_nobody_watches(nvcc, capsys):
     ],
 )
 def test_what_does_not_go_together_is_one_line(arguments, message, nvcc, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["build", *arguments])
-    captured = capsys.readouterr()
-    assert (ended.value.code, captured.out) == (2, "")
-    assert len(captured.err.strip().splitlines()) == 1
-    assert message in captured.err
+    code, out, line = ends(capsys, "build", *arguments)
+    assert (code, out) == (2, "")
+    assert message in line

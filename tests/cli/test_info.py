@@ -5,7 +5,6 @@ import importlib
 
 import pytest
 
-from tests.support.command_line import invoke
 from tilewright.cli.info import probing
 from tilewright.kernels.op.backend import Backend, loaded
 from tilewright.kernels.op.choice import Platform
@@ -92,15 +91,3 @@ def test_what_is_imported_with_the_first_call_is_tried_too(monkeypatch):
     monkeypatch.setattr(Picky, "late_import", "nonesuch_package")
     one = served(f"{__name__}:Picky")
     assert (one.devices, one.why) == ((), "cannot be loaded: No module named 'nonesuch_package'")
-
-
-def test_the_table_keeps_brackets(monkeypatch, tmp_path):
-    from tilewright.cli.info import inventory
-
-    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))  # that of all tests may hold what others tuned
-    row = probing.ServedBackend("op", "triton", (), "needs triton: pip install 'tilewright[triton]' in [/tmp] :smile:")
-    monkeypatch.setattr(inventory, "served_backends", lambda: [row])
-    text = invoke("info")
-    assert row.why in text
-    assert "1 device of kind cpu" in text or "devices of kind cpu" in text
-    assert "(0 entries)" in text

@@ -77,11 +77,6 @@ def test_what_is_turned_off_is_given():
     assert CallOptions(shape="1,64,2,16").fields() == {}
 
 
-def test_without_backward_there_is_only_the_output():
-    (call,) = named_calls("flash_attention", CallOptions(shape="1,64,2,16", backward=False))
-    assert jax.eval_shape(call.function, *call.args).shape == (1, 64, 2, 16)
-
-
 def test_named_cases_and_all_of_them():
     from tilewright.cli.targets import op_cases
     from tilewright.kernels import kernel
@@ -100,11 +95,9 @@ def test_named_cases_and_all_of_them():
         (CallOptions(shape="1,2,x,4"), "whole numbers"),
         (CallOptions(shape="1,2,-3,4"), "negative size"),
         (CallOptions(shape="1,64,3,16", kv_heads=2), "multiple of the number of key heads"),
-        (CallOptions(shape="1,64,2,16", dtype="float33"), "float33"),
         (CallOptions(shape="1,64,2,16", extra=("sliding_window=-3",)), "sliding_window"),
         (CallOptions(shape="1,64,2,16", extra=("sliding",)), "name=value"),
         (CallOptions(shape="1,64,2,16", extra=("flavour=3",)), "flavour"),
-        (CallOptions(cases=("nonesuch",)), "nonesuch"),
         (CallOptions(shapes="float32[3]"), "--shapes"),
     ],
 )
@@ -117,16 +110,12 @@ def test_wrong_options_are_usage_errors_that_name_the_value(options, message):
 @pytest.mark.parametrize(
     ("target", "options", "message"),
     [
-        ("flash_atention", CallOptions(), "did you mean flash_attention"),
-        ("nonesuch_module_xyz:f", CallOptions(), "no module 'nonesuch_module_xyz'"),
-        ("math:nonesuch", CallOptions(), "no function"),
         ("math:", CallOptions(), "module:function"),
         (f"{__name__}:make_scaled", CallOptions(kv_heads=2), "takes --shapes"),
         (f"{__name__}:refuse", CallOptions(shapes="float32[3]"), "x.shape=(3,)"),
         (f"{__name__}:dots", CallOptions(), "dots takes (query, key): give its arrays with --shapes"),
         (f"{__name__}:dots", CallOptions(shapes="float32[3]"), "got 1 array"),
         (f"{__name__}:dotz", CallOptions(shapes="float32[3]"), "did you mean dots?"),
-        (f"{__name__}:NOTHING", CallOptions(), "no function 'NOTHING'"),
         (f"{__name__}:nothing", CallOptions(), "returned None, neither arrays nor (function, arguments)"),
         (f"{__name__}:__name__", CallOptions(), "cannot be called"),
         ("./nonesuch.py:f", CallOptions(), "no file 'nonesuch.py'"),

@@ -14,26 +14,16 @@ import pytest
 import typer
 from rich.text import Text
 
-from tests.support.command_line import interrupted, invoke, one_device, program
-from tilewright.cli import choices, main, output
+from tests.support.command_line import ends, invoke, one_device
+from tilewright.cli import main, output
 from tilewright.cli.app import app
 from tilewright.cli.entries import entry_id, find_entry, full_id
-from tilewright.cli.functions import import_named, user_function
+from tilewright.cli.functions import import_named
 from tilewright.cli.options import CallOptions
 from tilewright.ops import FwdParams, PersistentCache
 
 COMMAND = [sys.executable, "-m", "tilewright"]
 SHAPE = ["--shape", "1,64,2,16"]
-
-
-def ends(capsys, *arguments):
-    """Exit code, stdout and the one line on stderr."""
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    captured = capsys.readouterr()
-    assert len(captured.err.strip().splitlines()) == 1, captured.err
-    assert captured.err.startswith("tilewright: ")
-    return ended.value.code, captured.out, captured.err
 
 
 def run(*arguments, **environment):
@@ -83,11 +73,6 @@ def test_an_explanation_keeps_the_brackets_of_its_hints(monkeypatch):
 # Numbers and words
 
 
-@pytest.mark.parametrize(("number", "said"), [(0, "0 calls"), (1, "1 call"), (2, "2 calls")])
-def test_one_call_and_two_calls(number, said):
-    assert output.counted(number, "call") == said
-
-
 @pytest.mark.parametrize(
     ("text", "name"),
     [("bf16", "bfloat16"), ("BF16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("f32", "float32"),
@@ -96,14 +81,6 @@ def test_one_call_and_two_calls(number, said):
 def test_dtypes_may_be_short(text, name):
     options = CallOptions(dtype=text, extra=(f"kv_dtype={text}",))
     assert options.fields() == {"dtype": name, "kv_dtype": name}
-
-
-def test_every_alias_stands_for_a_dtype_of_numpy():
-    import jax.numpy as jnp
-
-    for name in (*choices.ARRAY_DTYPES, *choices.DTYPE_ALIASES.values()):
-        assert jnp.dtype(name).name == name
-        assert name in choices.ARRAY_DTYPES
 
 
 FLASH = ["explain", "flash_attention"]
@@ -162,13 +139,9 @@ kernel = Twice("twice")
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
-    (tmp_path / "mine_here.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield tmp_path
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("mine_here", "mine_package")]:
-        del sys.modules[name]
+def mine(folder):
+    (folder / "mine_here.py").write_text(MODULE)
+    return folder
 
 
 @pytest.mark.parametrize("target", ["mine_here:double", "./mine_here.py:double", "mine_here:kernel", "mine_here:Twice"])
@@ -198,18 +171,21 @@ def test_a_file_is_imported_by_the_name_that_other_processes_know(mine):
     assert sys.modules["mine_package.inner.work"].value == 7
 
 
-def test_a_file_by_the_name_of_another_module_is_refused(mine):
-    (mine / "json.py").write_text("value = 7\n")
-    with pytest.raises(typer.BadParameter, match="has the name of another module"):
-        import_named("./json.py:value", "value")
-
-
 @pytest.mark.parametrize(
     ("source", "target", "code", "message"),
     [
         ("", "mine_here:fails", 1, "mine_here:fails raised KeyError: 'nonesuch key' (mine_here.py, line 15)"),
         ("def f(:", "mine_package:f", 1, "raised SyntaxError: invalid syntax (mine_package.py, line 1)"),
         ("1 / 0", "mine_package:f", 1, "raised ZeroDivisionError: division by zero (mine_package.py, line 1)"),
+        (
+            MODULE.replace("2 * x\n    def heur", "{}['no [such] key']\n    def heur"),
+            "mine_package:kernel", 1, "KeyError: 'no [such] key'",
+        ),
+        (
+            "def f(x):\n    raise RuntimeError('INTERNAL: ... KeyboardInterrupt: ...')\n",
+            "mine_package:f", 130, "tilewright: interrupted",
+        ),
+        ("value = 7", "./json.py:value", 2, "has the name of another module"),
         ("import sys\nsys.exit(3)", "mine_package:f", 1, "ended the program with exit code 3"),
         ("import nonesuch", "mine_package:f", 2, "cannot import 'mine_package': No module named 'nonesuch'"),
         ("from json import nonesuch", "mine_package:f", 2, "cannot import name 'nonesuch'"),
@@ -218,16 +194,11 @@ def test_a_file_by_the_name_of_another_module_is_refused(mine):
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["bench", "explain"])
 def test_what_is_wrong_with_a_function_is_one_line(command, source, target, code, message, mine, capsys):
-    (mine / "mine_package.py").write_text(source)
+    for file in ("mine_package.py", "json.py"):
+        (mine / file).write_text(source)
     ended, out, line = ends(capsys, command, target, "--shapes", "f32[3]")
     assert (ended, out) == (code, "")
     assert message in line
-
-
-def test_a_function_gets_what_its_shapes_say(mine):
-    function, arrays = user_function("mine_here:double", "f32[2] ")
-    assert function(3) == 6
-    assert (arrays[0].shape, arrays[0].dtype) == ((2,), np.float32)
 
 
 # Ids
@@ -302,14 +273,6 @@ def test_an_export_is_reported(cache_directory, tmp_path):
     assert "export.json" in page
 
 
-def test_a_bench_is_reported(mine):
-    invoke("bench", "mine_here:double", "--shapes", "f32[8,4]", "--iters", "3", "--json", "bench.json")
-    assert "1 call," in invoke("report", "bench.json", "--out", "page.html")
-    page = (mine / "page.html").read_text()
-    assert "mine_here:double" in page
-    assert "float32[8,4]" in page
-
-
 def test_a_bench_of_an_op_is_reported(tmp_path):
     file, out = tmp_path / "bench.json", tmp_path / "page.html"
     said = ("--set", "sinks=1", "--iters", "2", "--no-backward", "--json", str(file))
@@ -362,18 +325,6 @@ def test_a_tuning_that_cannot_be_kept_is_a_failure(tmp_path, cache_directory, ca
     assert "kept" not in captured.out
 
 
-def test_a_candidate_that_must_fail_is_one_line(cache_directory, mine, capsys):
-    (mine / "mine_package.py").write_text(
-        MODULE.replace("return 2 * x\n    def heur", "raise RuntimeError('no [such] luck')\n    def heur")
-    )
-    with pytest.raises(SystemExit) as ended:
-        main(["explain", "mine_package:kernel", "--shapes", "f32[3]"])
-    line = capsys.readouterr().err.strip()
-    assert ended.value.code == 1
-    assert "RuntimeError: no [such] luck" in line
-    assert "\n" not in line
-
-
 def test_a_question_with_nobody_to_answer_deletes_nothing(cache_directory):
     entry_of(PersistentCache(cache_directory), "one")
     invoke("cache", "clear", input="", code=2)
@@ -413,12 +364,6 @@ def test_an_interrupted_bench_keeps_what_it_has(mine, monkeypatch, capsys):
     assert json.loads((mine / "kept.json").read_text())["measurements"][0]["median_ms"] == 1.0
 
 
-def test_an_interrupt_in_a_callback_is_one_too(mine, capsys):
-    (mine / "mine_package.py").write_text("def f(x):\n    raise RuntimeError('INTERNAL: ... KeyboardInterrupt: ...')\n")
-    code, _, line = ends(capsys, "explain", "mine_package:f", "--shapes", "f32[3]")
-    assert (code, line) == (130, "tilewright: interrupted\n")
-
-
 def test_one_backend_that_fails_does_not_end_a_bench(monkeypatch, capsys):
     from tilewright.cli import benching
 
@@ -455,12 +400,6 @@ def test_a_reader_that_leaves_early_is_no_error(cache_directory):
 # The module and the shell
 
 
-def test_the_module_is_the_command():
-    from tilewright import __version__
-
-    assert run("--version").stdout == f"tilewright {__version__}\n"
-
-
 def complete(*lines, **environment):
     """What bash would be offered for the last word of each line, by a process that must not load JAX."""
     code = """
@@ -483,8 +422,9 @@ print(*sorted({"jax", "numpy"} & sys.modules.keys()), file=sys.stderr, end="")
     return [ast.literal_eval(line) for line in done.stdout.splitlines()]
 
 
-def test_words_are_completed_without_jax(cache_directory):
+def test_words_are_completed_without_jax(cache_directory, tmp_path):
     one = entry_of(PersistentCache(cache_directory), "one")
+    there = entry_of(PersistentCache(tmp_path / "other"), "another")
     offered = {
         ("ben",): ["bench"],
         ("explain", "flash"): ["flash_attention"],
@@ -492,20 +432,10 @@ def test_words_are_completed_without_jax(cache_directory):
         ("tune", "flash_attention", "--dtype", "b"): ["bfloat16"],
         ("tune", "flash_attention", "--isolation", "n"): ["none"],
         ("cache", "show", ""): [entry_id(one)],
+        ("cache", "show", "--path", str(tmp_path / "other"), ""): [entry_id(there)],
     }
     assert complete(*offered) == list(offered.values())
     assert complete(("cache", "show", ""), TILEWRIGHT_CACHE_DIR="/nonesuch") == [[]]
-
-
-def test_ids_are_completed_with_what_they_are_of(cache_directory, tmp_path):
-    from types import SimpleNamespace
-
-    from tilewright.cli.completion import entry_ids
-
-    entry = entry_of(PersistentCache(tmp_path / "other"), "one")
-    found = [(entry_id(entry), "one-forward")]
-    assert entry_ids(SimpleNamespace(params={"path": tmp_path / "other"}), entry_id(entry)[:3].upper()) == found
-    assert entry_ids(SimpleNamespace(params={}), "") == []
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -531,13 +461,3 @@ def test_completion_is_installed_and_completes(tmp_path):
         'echo "${COMPREPLY[@]}"'
     )
     assert offered.strip() == "flash_attention"
-
-
-def test_ctrl_c_ends_a_command_that_has_nothing_to_keep(mine):
-    (mine / "slow_module.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(100)\n")
-    command, environment = program("explain", "slow_module:f")
-    process = subprocess.Popen(
-        command, cwd=mine, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    _, errors = interrupted(process, lambda: process.stdout.readline() == "here\n")
-    assert errors == "tilewright: interrupted\n"

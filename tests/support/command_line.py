@@ -8,17 +8,35 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
+from tilewright.cli import main
 from tilewright.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 
 
 def invoke(*arguments, code=0, **options):
+    """All that a command prints."""
+    return streams(*arguments, code=code, **options).output
+
+
+def streams(*arguments, code=0, **options):
+    """What a command prints on each of its streams."""
     result = CliRunner().invoke(app, arguments, **options)
-    assert result.exit_code == code, result.output
-    return result.output
+    assert result.exit_code == code, result.output + str(result.exception)
+    return result
+
+
+def ends(capsys, *arguments):
+    """Exit code, stdout and the one line on stderr of a command that fails."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(map(str, arguments)))
+    captured = capsys.readouterr()
+    assert len(captured.err.strip().splitlines()) == 1, captured.err
+    assert captured.err.startswith("tilewright: ")
+    return ended.value.code, captured.out, captured.err
 
 
 def program(*arguments: str, **environment: str) -> tuple[list[str], dict[str, str]]:
