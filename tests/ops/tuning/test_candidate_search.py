@@ -152,21 +152,29 @@ def test_what_an_earlier_tuning_measured_is_kept_when_there_is_no_time_to_start_
     assert [candidate.check for candidate in found] == ["passed", "passed"]
 
 
-def test_the_fastest_wins():
-    chosen, found, _ = race(Said([2.0, 1.0, 3.0, 1.5]), 4)
-    assert chosen == 1
-    assert [c.heuristic for c in found] == [True, False, False, False]
+@pytest.mark.parametrize(
+    ("times", "wrong", "winner"),
+    [
+        ([2.0, 1.0, 3.0, 1.5], (), 1),
+        ([1.0, [0.5] * 5 + [4.0] * 99], (), 0),  # it becomes slow
+        ([1.0, 1.2], (0,), 1),  # the heuristic has to be right as well
+        ([1.0, 0.5, 0.6], (1,), 2),  # what leaves elements out is replaced by the next
+        ([1.0, 0.5], (0, 1), None),
+    ],
+)
+def test_the_fastest_that_is_right_wins(times: list[Any], wrong: tuple[int, ...], winner: int | None):
+    chosen, found, _ = race(Said(times, {index: ["non-finite values"] for index in wrong}), len(times))
+    assert chosen == winner
+    assert [c.heuristic for c in found] == [True] + [False] * (len(times) - 1)
+    assert {i: c.error for i, c in enumerate(found) if c.error} == dict.fromkeys(
+        wrong, "over poisoned memory: non-finite values"
+    )
 
 
 def test_what_is_fast_in_its_first_run_alone_does_not_win():
     chosen, found, _ = race(Said([1.0, itertools.chain([0.1], itertools.repeat(1.3))]), 2)
     assert chosen == 0
     assert 0.1 not in found[1].samples_ms
-
-
-def test_what_becomes_slow_does_not_win():
-    chosen, _, _ = race(Said([1.0, itertools.chain([0.5] * 5, itertools.repeat(4.0))]), 2)
-    assert chosen == 0
 
 
 def test_a_failure_while_it_is_sampled_is_the_candidates_own():
@@ -183,17 +191,6 @@ def test_a_sample_that_cannot_be_true_is_not_believed():
     assert [bool(c.error) for c in found] == [False, True, False, True]
     assert "take 0.5 ms at the device's peak rates" in found[1].error
     assert race(Said([1.0, 0.46]), 2, limits)[0] == 1  # rated peaks are not exact
-
-
-def test_a_winner_that_leaves_elements_out_is_replaced_by_the_next():
-    chosen, found, _ = race(Said([1.0, 0.5, 0.6], {1: ["non-finite values"]}), 3)
-    assert chosen == 2
-    assert found[1].error == "over poisoned memory: non-finite values"
-    assert race(Said([1.0, 0.5], {0: ["wrong"], 1: ["wrong"]}), 2)[0] is None
-
-
-def test_the_heuristic_has_to_be_right_as_well():
-    assert race(Said([1.0, 1.2], {0: ["wrong"]}), 2)[0] == 1
 
 
 def test_nobody_drops_out_within_the_noise():

@@ -83,21 +83,15 @@ from tilewright.ops.tuning.device_lock import DeviceLock
 
 device_lock, said = DeviceLock(Path(sys.argv[1])), []
 
-def compile():
+def work(how, turn, seconds):
     for _ in range(6):
-        with device_lock.shared():
+        with turn():
             start = time.monotonic()
-            time.sleep(0.01)
-            said.append(("shared", start, time.monotonic()))
+            time.sleep(seconds)
+            said.append((how, start, time.monotonic()))
 
-def measure():
-    for _ in range(6):
-        with device_lock.exclusive():
-            start = time.monotonic()
-            time.sleep(0.005)
-            said.append(("alone", start, time.monotonic()))
-
-threads = [threading.Thread(target=target) for target in (compile, compile, measure)]
+compiling, measuring = ("shared", device_lock.shared, 0.01), ("alone", device_lock.exclusive, 0.005)
+threads = [threading.Thread(target=work, args=each) for each in (compiling, compiling, measuring)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 print(*(f"{how} {start} {end}" for how, start, end in said), sep="\\n")

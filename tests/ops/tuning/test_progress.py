@@ -172,13 +172,6 @@ def test_where_nobody_looks_nothing_is_written(stream, environment, monkeypatch)
     assert made.getvalue() == ""
 
 
-def test_a_closed_stream_is_no_error():
-    closed = io.StringIO()
-    closed.close()
-    with progress_for(closed) as on_event:
-        on_event(STEPS[0])
-
-
 @pytest.mark.parametrize("name", ["ZMQInteractiveShell", "TerminalInteractiveShell"])
 @pytest.mark.parametrize("widgets", [True, False])
 def test_a_notebook_shows_the_lines_in_its_output(name, widgets, monkeypatch):
