@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.ops.kernel.samples import Config, Pair, Product, operands
+from tests.ops.kernel.samples import A, B, Config, Pair, Product
 from tilewright.ops import (
     AutotunePolicy,
     ConfigSelectorChain,
@@ -25,7 +25,6 @@ from tilewright.ops import (
 )
 from tilewright.ops.lowering.labels import parse_label
 
-A, B = operands((6, 5), (5, 4))
 NAMES = [
     "my_attention",
     "a/b/c",
@@ -97,15 +96,6 @@ class TestUserLabels:
         labels = find_labels_in_lowered(jax.jit(lambda x: outer(x) + outer(2 * x)).lower(A))
         assert sorted(labels) == ["inner", "outer"]
 
-    def test_keep_the_function(self):
-        @label("f")
-        def f(x, *, y=1):
-            """Doc."""
-            return x + y
-
-        assert (f.__name__, f.__doc__) == ("f", "Doc.")
-        assert f(1, y=2) == 3
-
     def test_stand_beside_those_of_kernels(self):
         kernel = Product("tests.labels")
         labelled = label("mine")(lambda a: kernel(a, B))
@@ -113,11 +103,6 @@ class TestUserLabels:
         assert [name for name in found if not name.startswith("tilewright.v1.")] == ["mine"]
         assert len([name for name in found if name.startswith("tilewright.v1.")]) == 1
         assert list(labels_to_configs([*found, "mine"])) == [n for n in found if n.startswith("tilewright.v1.")]
-
-    @pytest.mark.parametrize("wrong", ["", None, 3, len])
-    def test_wrong_names(self, wrong):
-        with pytest.raises((TypeError, ValueError), match="name="):
-            label(wrong)
 
 
 class TestCallLabels:
@@ -223,16 +208,15 @@ class TestCallLabels:
         with pytest.raises(ValueError, match=r"symbolic dimensions 3\*half, rows of jax.export, for which it runs by"):
             parse_label(text).invocation()
 
-    @pytest.mark.parametrize("wrong", [3, None, b"text"])
-    def test_wrong_text(self, wrong):
-        with pytest.raises(TypeError, match="text="):
-            extract_labels_from_hlo_text(wrong)
-        with pytest.raises(TypeError, match="lowered="):
-            find_labels_in_lowered(wrong)
-
-    def test_one_label_instead_of_several(self):
+    def test_wrong_input(self):
         with pytest.raises(TypeError, match="labels="):
             labels_to_configs("tilewright.v1.x.forward.AAAA.")
+        with pytest.raises(ValueError, match="name="):
+            label("")
+        with pytest.raises(TypeError, match="text="):
+            extract_labels_from_hlo_text(None)
+        with pytest.raises(TypeError, match="lowered="):
+            find_labels_in_lowered(None)
 
 
 MARKER = object()
@@ -257,17 +241,15 @@ def test_another_process_rebuilds_the_calls_from_the_text_alone():
     kernel, chosen = Pair(), []
     executor = Executor(ConfigSelectorChain(on_event=lambda selection: chosen.append(selection.key)))
     function = jax.vmap(jax.grad(lambda a: jnp.sin(executor(kernel, a, B, scale=2.0)).sum()))
-    for text in texts(function, jnp.stack([A, A])).values():
-        chosen_keys = set(chosen)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(["", *sys.path])}
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT], input=text, capture_output=True, text=True, env=environment, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        said = json.loads(done.stdout)
-        assert set(said["keys"]) == chosen_keys
-        assert sorted(said["configs"]) == ["Config(block=32, platform='auto')", "Config(block=64, platform='auto')"]
-        break  # all texts hold equal labels, as is tested above
+    text = jax.jit(function).lower(jnp.stack([A, A])).as_text(debug_info=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(["", *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], input=text, capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert set(said["keys"]) == set(chosen)
+    assert sorted(said["configs"]) == ["Config(block=32, platform='auto')", "Config(block=64, platform='auto')"]
 
 
 def test_labels_do_not_depend_on_the_policy():

@@ -113,32 +113,16 @@ class TestASecondProgram:
     @pytest.mark.parametrize("form", FORMS)
     def test_traces_and_lowers_nothing(self, executor, form):
         kernel = form()
-        first = jax.jit(lambda a, b: executor(kernel, a, b))(A, B)
-        with counting() as counts:
-            second = jax.jit(lambda a, b: executor(kernel, a, b) + 0)(A, B)
-        assert counts == Counts(0, 0)
-        np.testing.assert_array_equal(first, second)
-        np.testing.assert_allclose(first, A @ B, rtol=1e-6)
+        for program in (partial(loss, executor, kernel), jax.grad(partial(loss, executor, kernel), (0, 1))):
+            first = jax.jit(program)(A, B)
+            with counting() as counts:
+                second = jax.jit(lambda a, b: program(a, b))(A, B)  # noqa: B023
+            assert counts == Counts(0, 0)
+            jax.tree.map(np.testing.assert_array_equal, first, second)
 
-    def test_of_gradients_neither(self, executor):
-        kernel = Pair()
-        gradients = [jax.jit(jax.grad(partial(loss, executor, kernel), (0, 1)))(A, B)]
-        with counting() as counts:
-            gradients.append(jax.jit(jax.grad(lambda a, b: loss(executor, kernel, a, b), (0, 1)))(A, B))
-        assert counts == Counts(0, 0)
-        wanted = jax.grad(lambda a, b: jnp.sin(a @ b).sum(), (0, 1))(A, B)
-        for gradient in gradients:
-            for got, want in zip(gradient, wanted, strict=True):
-                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-
-    def test_under_another_config_does(self, executor):
-        kernel = Pair()
-        jax.jit(lambda a: executor(kernel, a, B, cfg=Config(16)))(A)
-        with counting() as counts:
-            jax.jit(lambda a: executor(kernel, a, B, cfg=Config(32)))(A)
-        assert counts.lowered == 1
-
-    @pytest.mark.parametrize("change", ["precision", "x64", "shape", "dtype", "static", "kernel", "vmap", "cleared"])
+    @pytest.mark.parametrize(
+        "change", ["precision", "x64", "shape", "dtype", "static", "config", "kernel", "vmap", "cleared"]
+    )
     def test_that_differs_does(self, executor, change):
         kernel = Pair()
         call = lambda a, b, **kwargs: jax.jit(lambda a, b: executor(kernel, a, b, **kwargs))(a, b)
@@ -156,6 +140,8 @@ class TestASecondProgram:
                 call(A.astype(jnp.bfloat16), B.astype(jnp.bfloat16))
             elif change == "static":
                 call(A, B, scale=2.0)
+            elif change == "config":
+                call(A, B, cfg=Config(32))
             elif change == "kernel":
                 kernel = Pair("tests.another")
                 call(A, B)
@@ -306,16 +292,7 @@ class TestAFreshProcess:
             jax.jit(lambda a: executor(kernel, a, B) + 0)(A)
         assert counts == Counts(1, 1)
 
-    def test_the_tree_of_residuals_comes_back(self, executor):
-        """They are a dict with a tuple in it."""
-        kernel = Counted()
-        want = jax.jit(jax.grad(partial(loss, executor, kernel), (0, 1)))(A, B)
-        clear_all()
-        got = jax.jit(jax.grad(lambda a, b: loss(executor, kernel, a, b), (0, 1)))(A, B)
-        for x, y in zip(got, want, strict=True):
-            np.testing.assert_array_equal(x, y)
-
-    @pytest.mark.parametrize("damage", ["flipped", "truncated", "emptied", "no module", "another module"])
+    @pytest.mark.parametrize("damage", ["flipped", "no module", "another module", "another custom call"])
     def test_a_damaged_entry_is_lowered_again(self, executor, damage, caplog):
         kernel = Counted()
         call = lambda: jax.jit(lambda a: executor(kernel, a, B) + 0)(A)
@@ -324,8 +301,8 @@ class TestAFreshProcess:
         data = path.read_bytes()
         if damage == "flipped":
             path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
-        elif damage in ("truncated", "emptied"):
-            path.write_bytes(data[: len(data) // 2 if damage == "truncated" else 0])
+        elif damage == "another custom call":
+            assert lowering._FILES.put(_key_in(data), {"targets": ["os.system"]}, data.split(b"\n", 2)[2])
         else:  # with the right checksums: what is written by a bug of ours
             other = jax.jit(lambda x: x).lower(jnp.ones(3)).compiler_ir()
             module = b"no module" if damage == "no module" else mlir_modules.bytecode_of(other)
@@ -336,17 +313,6 @@ class TestAFreshProcess:
         assert counts.lowered == 1
         assert "is not used" in caplog.text
         np.testing.assert_array_equal(got, want)
-
-    def test_an_unknown_custom_call_is_not_taken(self, executor):
-        kernel = Counted()
-        jax.jit(lambda a: executor(kernel, a, B))(A)
-        (path,) = (path for path in lowering._FILES.path.iterdir() if "-cpu-" in path.name)
-        data = path.read_bytes()
-        lowering._FILES.put(_key_in(data), {"targets": ["os.system"]}, data.split(b"\n", 2)[2])
-        clear_all()
-        with counting() as counts:
-            jax.jit(lambda a: executor(kernel, a, B) + 0)(A)
-        assert counts.lowered == 1
 
     def test_a_folder_of_somebody_else_is_left_alone(self, executor, caplog):
         kernel = Counted()
@@ -411,12 +377,6 @@ class TestTransforms:
                 np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
             clear_all()
 
-    def test_on_automatic_axes(self, executor, kernel):
-        mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
-        split = jax.device_put(A, NamedSharding(mesh, PartitionSpec("d")))
-        got = jax.jit(lambda a, b: executor(kernel, a, b))(split, B)
-        np.testing.assert_allclose(got, A @ B, rtol=1e-6)
-
     def test_types_that_are_split_are_lowered_in_place(self, executor, kernel):
         mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
         with jax.set_mesh(mesh), counting() as counts:
@@ -424,14 +384,6 @@ class TestTransforms:
             got = jax.jit(lambda a: executor(kernel, a, jnp.asarray(B)))(split)
         assert counts.lowered == 0
         np.testing.assert_allclose(got, A @ B, rtol=1e-6)
-
-    def test_donated_arrays(self, executor, kernel):
-        for _ in range(2):
-            given = jnp.array(A)
-            got = jax.jit(lambda a: executor(kernel, a, B), donate_argnums=0)(given)
-            assert given.is_deleted()
-            np.testing.assert_allclose(got, A @ B, rtol=1e-6)
-            clear_all()
 
     @pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda")])
     def test_export(self, executor, kernel, platforms):
@@ -509,11 +461,6 @@ class TestTransforms:
             got = jax.jit(lambda key: executor(kernel, key))(jax.random.key(3))
             np.testing.assert_array_equal(got, jax.random.normal(jax.random.key(3), (3,)))
             clear_all()
-
-    def test_disabled_jit_runs_the_kernel_itself(self, executor, kernel):
-        with jax.disable_jit(), counting() as counts:
-            jax.jit(lambda a: executor(kernel, a, B))(A)
-        assert counts.lowered == 0
 
 
 def test_what_a_tuning_lowered_serves_the_users_program(executor):

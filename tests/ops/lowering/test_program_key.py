@@ -1,7 +1,6 @@
 """What a lowered kernel on disk is known by: everything that it depends on, and nothing else."""
 
 import dataclasses
-import enum
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from tilewright.ops.lowering import program_key
 from tilewright.ops.lowering.lowering import KnownProgram
 from tilewright.ops.lowering.program_key import read, written
 from tilewright.ops.lowering.stages import Program, Stage, traced
-from tilewright.ops.lowering.surroundings import NotDescribableError, described, is_dumping
+from tilewright.ops.lowering.surroundings import is_dumping
 from tilewright.ops.types import Device, MappedAxis
 from tilewright.ops.utils.serialize import canonical_json
 
@@ -56,10 +55,6 @@ def description(*args: Any, **kwargs: Any) -> dict[str, Any] | None:
 
 def key_of(*args: Any, **kwargs: Any) -> str:
     return canonical_json(description(*args, **kwargs))
-
-
-def test_equal_programs_have_equal_keys():
-    assert key_of() == key_of()
 
 
 A = jax.core.ShapedArray((4, 4), jnp.dtype(jnp.float32))
@@ -159,14 +154,6 @@ def test_sharded_types_symbolic_sizes_and_dumps_are_not_kept(monkeypatch):
     assert description() is None
 
 
-def test_results_come_back():
-    for stage in ("run", "forward"):
-        results = traced(program(stage=stage))[1]
-        about = written(results)
-        assert about is not None
-        assert read(about) == results
-
-
 def test_a_reshaped_result_comes_back():
     class Reshapes(Kept):
         def forward_with_residuals(self, a, b, *, cfg, scale=1.0):
@@ -198,29 +185,8 @@ def test_results_of_unknown_types_do_not_come_back():
     assert written(traced(program(Returns("tests.key.node")))[1]) is None
 
 
-@pytest.mark.parametrize("about", [{}, {"avals": [], "tree": 3, "sources": []}, {"avals": 1, "tree": [], "sources": 2}])
-def test_damaged_results_are_none(about):
-    assert read(about) is None
-
-
-def test_damaged_parts_are_none():
+def test_damaged_results_are_none():
     about = written(traced(program(stage="forward"))[1])
     for name, value in (("tree", {"$dataclass": "os:system", "fields": {}}), ("sources", [[0, ["exec", []]]] * 3)):
         assert read({**about, name: value}) is None
-
-
-# Settings.
-
-
-def test_settings_are_described():
-    class Colour(enum.Enum):
-        RED = 1
-
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
-    for value in (None, True, 3, 0.5, "text", (1, ("a",)), frozenset({"b", "a"}), Colour.RED, {"a": 1}, mesh,
-                  jax.devices()[0], mesh.abstract_mesh):  # fmt: skip
-        assert canonical_json(described(value)) == canonical_json(described(value))
-    assert described(frozenset({"b", "a"})) == described(frozenset({"a", "b"}))
-    assert described(1) != described(True) or str(described(1)) != str(described(True))
-    with pytest.raises(NotDescribableError):
-        described((1, object()))
+    assert read({}) is read({"avals": 1, "tree": [], "sources": 2}) is None
