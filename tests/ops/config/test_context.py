@@ -7,7 +7,7 @@ import threading
 import jax
 import pytest
 
-from tests.ops.kernel.samples import A, B, Config, Pair, Product, watching
+from tests.ops.kernel.samples import A, B, Config, Product, watching
 from tests.support.threads import together
 from tilewright.ops import (
     AutotunePolicy,
@@ -85,14 +85,6 @@ class TestOverlays:
                     call(A)
                 if call is not function:
                     assert [each.cfg for each in seen][-1:] == [Config(6)]
-
-    def test_of_backward(self, executor):
-        pair = Pair("tests.context.pair")
-        gradient = jax.jit(jax.grad(lambda a: executor(pair, a, B).sum()))
-        gradient(A)
-        with overlay_cache(overlay(pair, Config(5), direction="backward")), watching() as seen:
-            gradient(A)
-        assert {(s.stage, s.cfg.block) for s in seen} >= {("backward", 5), ("forward", 64)}
 
     def test_need_no_selector(self, kernel):
         with overlay_cache(overlay(kernel, Config(5))), watching() as seen:

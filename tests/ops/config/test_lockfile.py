@@ -1,6 +1,5 @@
 """The lock file: its bytes, what damages it, and the choices that it makes, in this process and in others."""
 
-import asyncio
 import dataclasses
 import json
 import logging
@@ -8,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import jax
@@ -198,26 +196,6 @@ class TestAdding:
         assert file.read_text() == "rubbish" != before
         assert os.listdir(tmp_path) == ["a.json"]
 
-    def test_waits_for_a_process_that_writes_but_not_for_a_dead_one(self, tmp_path):
-        code = (
-            "import sys, time; from pathlib import Path; from tilewright.ops.utils.folders import locked\n"
-            "with locked(Path(sys.argv[1])): print('in', flush=True); time.sleep(600)"
-        )
-        holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / ".a.json.lock")], stdout=subprocess.PIPE)
-        assert holder.stdout.readline() == b"in\n"
-        added = threading.Event()
-
-        def add():
-            lock_of((INV, Config(1))).add_to(tmp_path / "a.json")
-            added.set()
-
-        threading.Thread(target=add, daemon=True).start()
-        assert not added.wait(0.5)
-        holder.kill()
-        holder.communicate()
-        assert added.wait(60)
-        assert os.listdir(tmp_path) == ["a.json"]
-
 
 class TestHostileFiles:
     @pytest.fixture
@@ -345,29 +323,6 @@ class TestChoices:
             with use_lock(Lock.from_json(lock.to_json())):
                 assert ran(call) == []  # an equal lock
             assert ran(call) == []
-
-    def test_holds_in_this_thread_and_task_alone(self):
-        chain, seen = ConfigSelectorChain(), {}
-        lock = lock_of((INV, Config(2)))
-        with use_lock(lock):
-            thread = threading.Thread(target=lambda: seen.update(thread=chain.lookup(INV).step))
-            thread.start()
-            thread.join()
-
-        async def inside():
-            with use_lock(lock):
-                await asyncio.sleep(0.01)
-                return chain.lookup(INV).step
-
-        async def outside():
-            await asyncio.sleep(0.005)
-            return chain.lookup(INV).step
-
-        async def both():
-            return await asyncio.gather(inside(), outside())
-
-        assert asyncio.run(both()) == ["lock", "heuristic"]
-        assert seen == {"thread": "heuristic"}
 
     def test_a_config_that_cannot_run_is_a_miss(self, caplog):
         class Picky(Product):

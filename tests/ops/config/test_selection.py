@@ -1,7 +1,6 @@
 """The selection chain, step by step."""
 
 import contextlib
-import dataclasses
 import json
 import threading
 
@@ -29,7 +28,6 @@ from tilewright.ops import (
 )
 from tilewright.ops.config.results import AutotuningResult, TunedCall
 from tilewright.ops.kernel.candidates import Candidate
-from tilewright.ops.types import Device
 
 
 @pytest.fixture
@@ -176,15 +174,6 @@ class TestDirections:
         assert {(s.stage, s.cfg) for s in seen} >= {("forward", Config(2)), ("backward", Config(32))}
         assert ("backward", Config(2)) not in {(s.stage, s.cfg) for s in seen}
 
-    def test_are_tuned_separately(self):
-        pair, started = Pair("tests.selection.tuned"), []
-        note = lambda event: type(event).__name__ == "CallStarted" and started.append(event.inv.direction)
-        executor = Executor(ConfigSelectorChain(autotune=True, tuner=QUICK, on_event=note))
-        executor(pair, A, B)
-        assert started == ["forward"]
-        jax.grad(lambda a: executor(pair, a, B).sum())(A)
-        assert started == ["forward", "backward"]
-
 
 class TestStaleEntries:
     def chain(self, path, **kwargs):
@@ -249,13 +238,6 @@ class TestPolicy:
         chain.cache.put(inv.key, Config(3))
         assert chain.choose(inv).step == "memory"
         assert chain.choose(inv, cfg=Config(1)).step == "explicit"
-
-    def test_a_device_that_is_not_there_is_never_tuned_for(self, inv):
-        absent = dataclasses.replace(inv, device=Device("gpu", "H100", fingerprint="gpu:H100", present=False))
-        assert ConfigSelectorChain(autotune=True).choose(absent).step == "heuristic"
-        strict = ConfigSelectorChain(policy=AutotunePolicy(allow_heuristics=False))
-        with pytest.raises(NoConfigError):
-            strict.choose(absent)
 
     def test_budget_and_verification_reach_the_tuning(self, inv):
         seen = []

@@ -241,19 +241,6 @@ class TestKeyBuilder:
             if kind == AxisType.Explicit:
                 assert chosen_keys(lambda e: jax.jit(lambda x: e(kernel, x))(spread)) == [key]
 
-    @pytest.mark.parametrize(
-        ("args", "kwargs", "message"),
-        [
-            (("flash", (x,)), {}, "kernel='flash'"),
-            ((kernel, x), {}, "args="),
-            ((kernel, (x,)), {"direction": "sideways"}, "sideways"),
-            ((kernel, (x,), 3), {}, "int"),
-        ],
-    )
-    def test_wrong_input(self, args, kwargs, message):
-        with pytest.raises((TypeError, ValueError), match=message):
-            default_key_builder_with_sharding(*args, **kwargs)
-
 
 class TestNoArrayIsKeptAlive:
     @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, lambda f: jax.grad(lambda a: f(a).sum())])

@@ -74,11 +74,3 @@ def test_of_an_abstract_mesh(name, platform, kind, capability, fingerprint):
         device = current_device()
     assert (device.kind, device.name, device.capability, device.fingerprint) == (kind, name, capability, fingerprint)
     assert not device.present
-
-
-def test_nothing_is_tuned_for_what_is_not_here():
-    tuned = []
-    chain = ConfigSelectorChain(autotune=True, on_event=lambda event: tuned.append(type(event).__name__))
-    with jax.sharding.use_abstract_mesh(abstract_mesh("NVIDIA H100 80GB HBM3", "gpu")):
-        assert chain.choose(Invocation(Product("tests.device"), (A, B))).step == "heuristic"
-    assert tuned == ["Selection"]
