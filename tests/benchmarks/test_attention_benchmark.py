@@ -15,7 +15,7 @@ import pytest
 from benchmarks import attention
 from benchmarks.attention import OWN_CASES, SMOKE_CASES, Method, Operands, Oracle, forward_flops, main, rates
 from benchmarks.attention_peers import DIRECTIONS, OURS, Call, Direction, JaxPeer, Peer, peers
-from benchmarks.attention_report import plot, table
+from benchmarks.attention_report import table
 from tilewright.kernels.flash_attention.cases import HOPPER_CASES
 
 METHOD = Method(rounds=2, calls=2, device_time="wall", jobs=1)
@@ -228,12 +228,6 @@ def test_flops_count_what_is_visible(name: str, pairs: float) -> None:
     assert forward_flops(operands) == 4.0 * case.batch * 16 * pairs * 128
 
 
-def test_dropout_is_judged_where_the_oracle_counts_alike() -> None:
-    case = OWN_CASES["dropout_4k"]
-    assert Oracle(case).places == [(0, 0)]
-    assert len(Oracle(OWN_CASES["d96_4k"]).places) == 2
-
-
 def test_names_that_do_not_exist() -> None:
     with pytest.raises(SystemExit, match="no case or group 'nothing'"):
         main(["--cases", "nothing"])
@@ -241,25 +235,3 @@ def test_names_that_do_not_exist() -> None:
         main(["--cases", "smoke", "--directions", "forwards"])
     with pytest.raises(SystemExit, match="no peer 'nobody'"):
         main(["--cases", "smoke", "--peers", "nobody"])
-
-
-def test_plot_of_every_panel(tmp_path: Path) -> None:
-    """Synthetic rates: whether bars, marks and labels find their places."""
-    draw = np.random.default_rng(0)
-    cells = [
-        {
-            "case": name,
-            "direction": direction,
-            "implementations": {
-                peer: {"status": "timed", "tflops": float(draw.uniform(80, 690))}
-                if draw.random() < 0.8
-                else {"status": "cannot"}
-                for peer in peers(None)
-            },
-        }
-        for name in [*HOPPER_CASES, *OWN_CASES]
-        for direction in DIRECTIONS
-    ]
-    plot(cells, tmp_path / "plot.png", "Synthetic", attention.GROUPS)
-    assert (tmp_path / "plot.png").stat().st_size > 50_000
-    assert len(table(cells).splitlines()) == len(cells) + 2

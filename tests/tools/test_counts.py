@@ -70,13 +70,8 @@ def test_strings_that_import_are_found(package):
         rooms__in____init__="",
         rooms__in__bed="@stable_id('bed', formerly=('house.two:Bed',))\nclass Bed: 'Sleeps in house.one: there.'",
     )
-    assert graph_of(folder) == {
-        "house": set(),
-        "house.one": {"house.two", "house.rooms", "house.rooms.bed"},
-        "house.two": {"house.rooms.bed"},
-        "house.rooms": set(),
-        "house.rooms.bed": set(),
-    }
+    one, two = {"house.two", "house.rooms", "house.rooms.bed"}, {"house.rooms.bed"}
+    assert {name: found for name, found in graph_of(folder).items() if found} == {"house.one": one, "house.two": two}
 
 
 def test_cycles_of_rooms(package):

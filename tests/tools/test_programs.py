@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -253,10 +252,3 @@ def test_two_processes_write_the_same(tmp_path):
         given = programs.environment() | {"PYTHONHASHSEED": str(seed)}
         subprocess.run(command, check=True, env=given, cwd=programs.ROOT)
     assert files[0].read_text() == files[1].read_text()
-
-
-def test_texts_are_indented_below_what_holds_them():
-    text = text_of(lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x))
-    branches = [line for line in text.splitlines() if line.startswith("  branches: ")]
-    assert len(branches) == 2
-    assert textwrap.dedent(branches[0]) != branches[0]
