@@ -22,10 +22,12 @@ def {name}(values: list[int], scale: Any, *rest: int, **options: "Any | None") -
 @pytest.fixture
 def package(tmp_path):
     def made(**files: str):
+        """A package of modules, where ``__in__`` stands for a slash, and of what makes their folders packages."""
         folder = tmp_path / "house"
         for name, text in {"__init__": "", **files}.items():
             path = folder / f"{name.replace('__in__', '/')}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
+            (path.parent / "__init__.py").touch()
             path.write_text(textwrap.dedent(text))
         return folder
 
@@ -67,7 +69,6 @@ def test_strings_that_import_are_found(package):
                 return importlib.import_module(PLACES[name])
         """,
         two="import_module('house.rooms.bed')\nlogging.getLogger('house.one')\n['-m', 'house.one']",
-        rooms__in____init__="",
         rooms__in__bed="@stable_id('bed', formerly=('house.two:Bed',))\nclass Bed: 'Sleeps in house.one: there.'",
     )
     one, two = {"house.two", "house.rooms", "house.rooms.bed"}, {"house.rooms.bed"}
@@ -78,12 +79,9 @@ def test_cycles_of_rooms(package):
     """A registry and an op's backend are not a cycle; two ops that need each other are."""
     folder = package(
         __init__="OPS = ('house.bed.op:Bed', 'house.desk.op:Desk')",
-        bed__in____init__="",
         bed__in__op="lazy('house.bed.gpu.backend:Gpu')",
         bed__in__size="import house.desk.size",
-        bed__in__gpu__in____init__="",
         bed__in__gpu__in__backend="import house.bed.size",
-        desk__in____init__="",
         desk__in__op="import house.bed.op",
         desk__in__size="",
         tools="",

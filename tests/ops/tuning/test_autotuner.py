@@ -16,7 +16,6 @@ from tilewright.ops import (
     ConfigSelectorChain,
     Executor,
     Invocation,
-    Kernel,
     PersistentCache,
     Tuner,
     autotune,
@@ -442,7 +441,7 @@ class TestBackward:
         assert {s.cfg for s in seen if s.stage == "forward"} == {Config(5)}
 
 
-class Gather(Kernel):
+class Gather(Product):
     """Rows by index, with a mask of what was taken; samples are valid rows."""
 
     drawn: ClassVar[list] = []
@@ -490,13 +489,10 @@ class TestInputs:
         assert not np.array_equal(Gather.drawn[0], Gather.drawn[1])
 
     def test_of_many_kinds(self):
-        class Kinds(Kernel):
+        class Kinds(Product):
             def run(self, x, small, flags, key, half, *, cfg, extra):
                 drawn = jax.random.normal(key, x.shape)
                 return x + small.astype(x.dtype).sum() + flags.sum() + 0 * drawn + half.astype(x.dtype) + extra["e"]
-
-            def heuristic_cfg(self, inv):
-                return Config()
 
             def reference(self, *args, extra):
                 return self.run(*args, cfg=None, extra=extra)
