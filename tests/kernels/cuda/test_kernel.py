@@ -204,7 +204,7 @@ VARIANTS = st.builds(
 
 
 @given(
-    drawn=st.lists(VARIANTS, min_size=1, max_size=8),
+    drawn=st.integers(1, 8).flatmap(lambda count: st.lists(VARIANTS, min_size=count, max_size=count)),
     facts=st.lists(
         st.fixed_dictionaries({"shared_bytes": NUMBERS, "threads": NUMBERS, "alignment": NUMBERS}), min_size=8
     ),

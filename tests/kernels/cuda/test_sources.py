@@ -41,8 +41,9 @@ def test_groups_and_variants_for_an_architecture(tmp_path):
     table = sample_table(tmp_path)
     assert table.groups_for(90) == ("fast", "slow")
     assert table.groups_for(80) == ("slow",)
-    assert table.groups_for(60) == ()
+    assert table.groups_for(60) == table.groups_for(100) == ()  # a range ends before its end
     assert [variant.name for variant in table.for_capability(80)] == ["small_slow", "large_slow"]
+    assert list(table.for_capability(100)) == []
     with pytest.raises(ValueError, match="no group 'nonesuch'"):
         table.in_group("nonesuch")
 
