@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.kernels.conftest import A100, H100
 from tests.support import fake_nvcc
 from tests.support.plain_variant import PlainVariant
+from tilewright.errors import BuildError
 from tilewright.kernels.cuda import (
     AnyOf,
     Compare,
@@ -125,6 +126,12 @@ def test_without_a_compiler_nothing_runs(cache, table, no_nvcc):
     (reason,) = ours.reasons({"rows": 1, "width": 8}, H100)
     assert "there is no nvcc" in reason
     assert ours.select({"rows": 1, "width": 8}, H100)[0] is None
+
+
+def test_a_compiler_that_fails_is_an_error_with_its_message(nvcc, cache, table, monkeypatch):
+    monkeypatch.setenv("FAKE_NVCC_ERROR", "error: no such thing")
+    with pytest.raises(BuildError, match="no such thing"):
+        CudaKernel(table, cache).select({"rows": 1, "width": 8}, H100)
 
 
 def test_a_cache_of_somebody_else_is_a_reason(nvcc, cache, table, monkeypatch):

@@ -49,6 +49,17 @@ def test_version_grows_with_every_change_and_only_then():
     assert cache.version == after
 
 
+def test_iteration_is_over_a_snapshot():
+    cache = ConfigCache()
+    for i in range(10):
+        cache.put(i, i)
+    for key in cache:
+        cache.put(key + 100, key)
+    for key, _ in cache.items():
+        cache.put(key + 1000, key)
+    assert len(cache) == 40
+
+
 def test_sixteen_threads():
     cache = ConfigCache()
 

@@ -260,6 +260,12 @@ class TestMerging:
             cache.put(key, config, source=f"source of {key}", measurements=[Timing(FwdParams(), 1.5)])
         return cache
 
+    def test_copied_files_are_entries(self, tmp_path):
+        ours, theirs = self.filled(tmp_path / "a", x=1, y=2), self.filled(tmp_path / "b", z=3)
+        for path in theirs.path.iterdir():
+            (ours.path / path.name).write_bytes(path.read_bytes())
+        assert {key: ours.get(key) for key in ours} == {"x": 1, "y": 2, "z": 3}
+
     def test_merge_takes_what_is_newer(self, tmp_path):
         theirs = self.filled(tmp_path / "b", x=10, y=20)
         ours = self.filled(tmp_path / "a", x=1, z=3)
