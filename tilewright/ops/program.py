@@ -6,7 +6,7 @@ import html
 import numbers
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -19,11 +19,14 @@ from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.config.tuner import Tuner
 from tilewright.ops.executor import Executor, ExplainedChoice, default_executor
 from tilewright.ops.kernel.kernel import Invocation
-from tilewright.ops.lowering.labels import CallLabel, find_labels_in_lowered, is_call_label, parse_label
+from tilewright.ops.lowering.labels import find_labels_in_lowered, is_call_label, parse_label
+from tilewright.ops.lowering.partitioned import AUTOMATIC, Parts
+from tilewright.ops.lowering.propagation import split_places
 from tilewright.ops.tuning.confirming import check_confirmable, confirmed
 from tilewright.ops.tuning.events import Event
 from tilewright.ops.tuning.tuning import DEFAULT_CALL_S, Autotuner
 from tilewright.ops.utils.describe import describe_config, describe_key
+from tilewright.ops.utils.target import active_target
 
 
 def lower(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> jax.stages.Lowered:
@@ -44,15 +47,33 @@ def lower(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) ->
         return lowered
     if not callable(fn):
         raise TypeError(f"{fn!r} of type {type(fn).__name__} is neither a function nor lowered")
-    with inspection_only():
+    with inspection_only(), _mesh_of_target((args, kwargs)) as platforms:
         method = getattr(fn, "lower", None)  # a method of the results of jax.jit, nnx.jit and eqx.filter_jit
-        if callable(method):
+        if callable(method) and not (platforms and hasattr(fn, "trace")):
             lowered = _jax_lowered(method(*args, **kwargs))
         else:
-            flat, arrays = _flat_call(fn, args, kwargs)
-            lowered = flat.lower(arrays)
+            flat, operands = (fn, args) if callable(method) else _flat_call(fn, args, kwargs)
+            traced = cast(Any, flat).trace(*operands, **(kwargs if callable(method) else {}))
+            lowered = traced.lower(lowering_platforms=platforms)
     assert lowered is not None  # such a method returns nothing else
     return lowered
+
+
+@contextlib.contextmanager
+def _mesh_of_target(arguments: object) -> Iterator[tuple[str, ...] | None]:
+    """Within `target_device`, enters the mesh of arguments with automatic axes; yields the platforms to lower for.
+
+    JAX would take the platform from the mesh in force, but only from one with explicit axes.
+    """
+    target = active_target()
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments))
+    meshes = (each.mesh for each in shardings if isinstance(each, jax.sharding.NamedSharding))
+    mesh = next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.AbstractMesh) and mesh.size > 1), None)
+    if target is None or mesh is None or not mesh._any_axis_auto:
+        yield None
+        return
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield (target.known.platform,)
 
 
 def _jax_lowered(lowered: object) -> jax.stages.Lowered | None:
@@ -61,8 +82,10 @@ def _jax_lowered(lowered: object) -> jax.stages.Lowered | None:
     return found if isinstance(found, jax.stages.Lowered) else None
 
 
-def _flat_call(fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Any, list[Any]]:
-    """A jitted function of the call's arrays and positional numbers, everything else bound; and those arrays."""
+def _flat_call(
+    fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[Any, tuple[list[Any]]]:
+    """A jitted function of the call's arrays and positional numbers, everything else bound; and its argument."""
     static = {name: value for name, value in kwargs.items() if isinstance(value, numbers.Number | str | np.generic)}
     rest = {name: value for name, value in kwargs.items() if name not in static}
     leaves, tree = jax.tree.flatten((args, rest))
@@ -75,7 +98,7 @@ def _flat_call(fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping
         results = jax.tree.leaves(fn(*args, **rest, **static))
         return [result for result in results if _is_traceable(result)]
 
-    return jax.jit(flat), [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
+    return jax.jit(flat), ([leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array],)
 
 
 def _is_traceable(leaf: object) -> bool:
@@ -85,9 +108,33 @@ def _is_traceable(leaf: object) -> bool:
     )
 
 
-def _labels(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[CallLabel]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """A call in a lowered program.
+
+    Attributes:
+      explicit: the config that the caller gave, if any.
+      parts: the split over automatic mesh axes of the call that this one is a device's part of.
+    """
+
+    inv: Invocation[Any, Any]
+    explicit: Any = None
+    parts: Parts | None = None
+
+
+def _found(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[_Found]:
+    """The calls of a program; of those that are split over automatic axes a device's parts in their place."""
     lowered = lower(fn, args, kwargs)
-    return [parse_label(text) for text in find_labels_in_lowered(lowered) if is_call_label(text)]
+    labels = {text: parse_label(text) for text in find_labels_in_lowered(lowered) if is_call_label(text)}
+    places = split_places(lowered) if any(label.step == AUTOMATIC for label in labels.values()) else []
+    found = list[_Found]()
+    for text, label in labels.items():
+        if label.step == AUTOMATIC:
+            of_call = [place for place in places if place.name.startswith(text)]
+            found += [_Found(each.inv, each.cfg, place.parts) for place in of_call for each in place.calls]
+        else:
+            found.append(_Found(label.invocation(), label.config if label.step == "explicit" else None))
+    return found
 
 
 def find_invocations(fn: Callable[..., Any], *args: object, **kwargs: object) -> list[Invocation[Any, Any]]:
@@ -99,7 +146,7 @@ def find_invocations(fn: Callable[..., Any], *args: object, **kwargs: object) ->
       fn: see ``tune``.
       *args, **kwargs: the function's arguments, or ``ShapeDtypeStruct`` in their place.
     """
-    found = [each.invocation() for each in _labels(fn, args, kwargs) if each.step != "explicit"]
+    found = [each.inv for each in _found(fn, args, kwargs) if each.explicit is None]
     return list({inv.key: inv for inv in found}.values())
 
 
@@ -173,7 +220,7 @@ def tune(
             result.confirmation = confirmed(fn, args, kwargs, tuned=result.cache(), untuned=untuned)
         else:
             flat, arrays = _flat_call(fn, args, kwargs)
-            result.confirmation = confirmed(flat, (arrays,), {}, tuned=result.cache(), untuned=untuned)
+            result.confirmation = confirmed(flat, arrays, {}, tuned=result.cache(), untuned=untuned)
     return result
 
 
@@ -207,11 +254,16 @@ class ExplainedCall:
 
     Attributes:
       arguments: the call's arrays and options in short form.
+      split: if it is a device's part of a call that is split over automatic mesh axes: into how many parts each operand
+        is split along each dimension.
+      gathered: operands of which each device needs more than it has, and along which dimension.
     """
 
     op: str
     arguments: str
     choice: ExplainedChoice
+    split: str = ""
+    gathered: tuple[str, ...] = ()
 
     @property
     def direction(self) -> str:
@@ -232,6 +284,8 @@ class ExplainedCall:
             f"{self.op} {self.direction}: {describe_config(choice.config)}",
             f"  of: {self.arguments}",
             f"  from: {choice.origin} ({time})",
+            *([f"  a device's part: {self.split or 'all of it'}"] if self.split or self.gathered else []),
+            *([f"  gathered on each device: {', '.join(self.gathered)}"] if self.gathered else []),
         ]
         return "\n".join(lines + [f"  not {name}: {'; '.join(why)}" for name, why in choice.rejected.items()])
 
@@ -265,7 +319,7 @@ class ProgramExplanation:
         for call in self.calls:
             choice = call.choice
             cells = (
-                (f"{call.op} {call.direction}", call.arguments),
+                (f"{call.op} {call.direction}", call.arguments, *filter(None, (call.split, *call.gathered))),
                 (describe_config(choice.config),),
                 (choice.origin,),
                 ("not measured" if choice.time_ms is None else f"{choice.time_ms:.3f} ms",),
@@ -274,6 +328,10 @@ class ProgramExplanation:
             shown = ("<br>".join(map(html.escape, lines)) for lines in cells)
             rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in shown)}</tr>")
         return f"<table>{''.join(rows)}</table>"
+
+
+def _split(parts: Parts | None) -> tuple[str, tuple[str, ...]]:
+    return ("", ()) if parts is None else (parts.split, parts.gathered)
 
 
 def explain(
@@ -293,9 +351,8 @@ def explain(
     """
     executor: Executor[Any, Any] = default_executor() if chooser is None else Executor(chooser)
     found: dict[Any, ExplainedCall] = {}
-    for label in _labels(fn, args, kwargs):
-        inv = label.invocation()
-        explicit = label.config if label.step == "explicit" else None
-        choice = executor.explain_choice(inv, explicit)
-        found[inv.key, describe_config(explicit)] = ExplainedCall(inv.kernel.name, describe_key(inv.key), choice)
+    for each in _found(fn, args, kwargs):
+        inv, choice = each.inv, executor.explain_choice(each.inv, each.explicit)
+        call = ExplainedCall(inv.kernel.name, describe_key(inv.key), choice, *_split(each.parts))
+        found[inv.key, describe_config(each.explicit), call.split, call.gathered] = call
     return ProgramExplanation(tuple(found.values()))

@@ -217,6 +217,10 @@ class FlashAttention(PortfolioKernel[AttentionInputs, Results]):
         """Splits by batch, heads and lengths, as in the types of query, key and value."""
         return attention_partitioning(inputs)
 
+    def split_alike(self, inputs: AttentionInputs) -> Sequence[Mapping[str, int]]:
+        """Keys and values by their length."""
+        return ({"key": 1, "value": 1},)
+
     def tolerance_factor(self, invocation: Invocation[Any, Any]) -> float:
         """The tolerance factor, which is larger with a soft cap, since that flattens the logits."""
         return 3.0 if self.inputs_of(invocation).logits_soft_cap else 2.0

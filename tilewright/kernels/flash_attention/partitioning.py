@@ -97,6 +97,7 @@ def attention_partitioning(inputs: AttentionInputs) -> Partitioning | None:
         if chosen:
             heads = chosen(_index(split.heads))
             part = part.replace(key=jnp.take(part.key, heads, axis=2), value=jnp.take(part.value, heads, axis=2))
+        part = _with_own_positions(part, split)
         return _with_origin(_with_keys(part, split, inputs.key.shape[1]), split)
 
     def on_gradients(computed: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -167,6 +168,18 @@ def _with_positions(mask: Mask, positions: jax.Array) -> Mask:
     if isinstance(mask, BandMask) and mask.q_positions is None:
         return dataclasses.replace(mask, q_positions=positions)  # type: ignore[type-var]
     return mask
+
+
+def _with_own_positions(part: AttentionInputs, split: Split) -> AttentionInputs:
+    """A device's part with the positions of its rows, where a length is split and types did not say so before."""
+    if split.rows is None and split.keys is None:
+        return part
+    rows = part.query.shape[1]
+    positions = (_index(split.rows).astype(jnp.int32) * rows + jnp.arange(rows, dtype=jnp.int32))[None]
+    bias = part.position_bias
+    if bias is not None and bias.q_positions is None:
+        part = part.replace(position_bias=dataclasses.replace(bias, q_positions=positions))
+    return part if part.mask is None else part.replace(mask=_with_positions(part.mask, positions))
 
 
 def _with_origin(part: AttentionInputs, split: Split) -> AttentionInputs:

@@ -1,6 +1,7 @@
 """The base class of all matmuls: what a call returns, keeps and costs, with or without groups, gate and scales."""
 
 import abc
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -49,6 +50,13 @@ class MatmulKernel(PortfolioKernel[MatmulInputs, MatmulResults], abc.ABC):
     def partitioning(self, inputs: MatmulInputs) -> Partitioning | None:
         """Splits by rows, k, n and matrices, as in the types of the operands."""
         return matmul_partitioning(inputs)
+
+    def split_alike(self, inputs: MatmulInputs) -> Sequence[Mapping[str, int]]:
+        """The matrices of a gate and of what it multiplies, along n and by group."""
+        stacked = 0 if inputs.group_sizes is None else 1
+        n = stacked + (0 if inputs.transpose_rhs else 1)
+        axes = (n, 0) if stacked else (n,)
+        return [dict.fromkeys(inputs.weights, axis) for axis in axes] if inputs.up is not None else []
 
     def sampled(self, inputs: MatmulInputs, key: jax.Array) -> MatmulInputs:
         """Normal arrays, unequal groups that have all rows, and an offset at which every matrix has a group."""

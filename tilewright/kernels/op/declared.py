@@ -4,7 +4,7 @@ Equations of a primitive that is never lowered stand for what a backend computes
 over devices, outputs, gradients by argument) is traced as it runs, under any transformation, in a few equations.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Never
 
 import jax
@@ -33,16 +33,24 @@ def declared(structs: Any, operands: object) -> Any:
 def _abstract_eval(
     *avals: jax.core.ShapedArray, types: tuple[tuple[Any, Any], ...], mapped: tuple[tuple[Any, Any], ...]
 ) -> list[Any]:
-    """The types; results vary over the manual mesh axes over which any operand does."""
-    varying = frozenset[str]().union(*(aval.manual_axis_type.varying for aval in avals))
-    mesh, results = jax.sharding.get_abstract_mesh(), []
-    for shape, dtype in types:
-        spec = PartitionSpec(*(axes for _, axes in mapped), *(None,) * len(shape))
-        sizes = (*(size for size, _ in mapped), *shape)
-        result = jax.core.ShapedArray(sizes, dtype, sharding=NamedSharding(mesh, spec))
-        kind = type(result.manual_axis_type)
-        results.append(result.update(manual_axis_type=kind(varying=varying)) if varying else result)
-    return results
+    """The types, split over the axes of mapped dimensions alone."""
+    front, sizes = tuple(axes for _, axes in mapped), tuple(size for size, _ in mapped)
+    specs = [PartitionSpec(*front, *(None,) * len(shape)) for shape, _ in types]
+    return [
+        result_like(avals, (*sizes, *shape), dtype, spec) for (shape, dtype), spec in zip(types, specs, strict=True)
+    ]
+
+
+def result_like(
+    operands: Sequence[jax.core.ShapedArray], shape: tuple[int, ...], dtype: Any, spec: PartitionSpec
+) -> jax.core.ShapedArray:
+    """The type of a result on the mesh of the operands' types, varying over the manual axes over which any does."""
+    meshes = (mesh for x in operands if not (mesh := x.sharding.mesh).empty)
+    mesh = next(meshes, jax.sharding.get_abstract_mesh())
+    varying = frozenset[str]().union(*(x.manual_axis_type.varying for x in operands))
+    result = jax.core.ShapedArray(shape, dtype, sharding=NamedSharding(mesh, spec))
+    kind = type(result.manual_axis_type)
+    return result.update(manual_axis_type=kind(varying=varying)) if varying else result
 
 
 declared_p.def_abstract_eval(_abstract_eval)

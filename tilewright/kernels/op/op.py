@@ -114,6 +114,10 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
         """
         return leading_partitioning(inputs, self.core_dims)
 
+    def split_alike(self, inputs: Inputs) -> Sequence[Mapping[str, int]]:
+        """Groups of dimensions, by argument, of which `partitioning` takes no split of one alone; by default none."""
+        return ()
+
     # The inputs of a call in the framework's terms: its one argument.
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:

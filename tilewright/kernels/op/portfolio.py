@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.kernels.op.automatic import Automatic
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import DECLARED, Choice, Platform
 from tilewright.kernels.op.choosing import ChoosingOp
@@ -19,6 +20,8 @@ from tilewright.kernels.op.inputs import OpInputs
 from tilewright.kernels.op.op import Op
 from tilewright.kernels.op.sharding import Partitioning, backward_locally, explicit_mesh, forward_locally
 from tilewright.ops.kernel.kernel import Invocation, errors_naming
+from tilewright.ops.lowering.call import Selector
+from tilewright.ops.lowering.partitioned import AUTOMATIC
 
 
 class Portfolio[Inputs: OpInputs, Results](ChoosingOp[Inputs, Results], abc.ABC):
@@ -33,8 +36,7 @@ class Portfolio[Inputs: OpInputs, Results](ChoosingOp[Inputs, Results], abc.ABC)
 
         If JAX splits the operations of a backend, as it does where the op says nothing, only these tell how.
         """
-        says = bool(self.core_dims) or type(self).partitioning is not Op.partitioning
-        return DECLARED if says or not is_split else None
+        return DECLARED if self._says_how_it_is_split or not is_split else None
 
     def run(self, inputs: Inputs, *, cfg: Choice) -> Any:  # type: ignore[override]
         with without_x64(inputs):
@@ -47,8 +49,21 @@ class Portfolio[Inputs: OpInputs, Results](ChoosingOp[Inputs, Results], abc.ABC)
         forward = functools.partial(backend.forward, params=cfg.params)
         return cast(Results, forward_locally(forward, self._partitioning(inputs, backend.platform), inputs))
 
+    def automatic_cfg(self, selector: Selector) -> Choice | None:
+        return Choice(AUTOMATIC, selector) if self._says_how_it_is_split else None
+
+    def part_results(self, inputs: Inputs, *, cfg: Choice) -> Results:
+        with without_x64(inputs):
+            return self.forward_results(inputs, cfg)
+
     def _backend(self, cfg: Choice) -> Backend[Any, Any, Any, Any]:
+        if cfg.backend == AUTOMATIC:
+            return Automatic(self)
         return self._declared if cfg == DECLARED else self.backends.of(cfg)
+
+    @property
+    def _says_how_it_is_split(self) -> bool:
+        return bool(self.core_dims) or type(self).partitioning is not Op.partitioning
 
     @functools.cached_property
     def _declared(self) -> Backend[Any, Any, Any, Any]:
@@ -120,13 +135,20 @@ class PortfolioKernel[Inputs: OpInputs, Results](Portfolio[Inputs, Results], abc
     ) -> dict[str, Any]:
         with without_x64(inputs):
             inputs = dataclasses.replace(self.completed(inputs), wanted=wanted)
-            of_results = self.cotangents(inputs, residuals, cotangents)
-            backend = self._backend(cfg)
-            backward = functools.partial(backend.backward, params=cfg.params)
-            partitioning = self._partitioning(inputs, backend.platform)
-            gradients = backward_locally(backward, partitioning, inputs, residuals, of_results)
+            gradients = self._gradients(inputs, residuals, self.cotangents(inputs, residuals, cotangents), cfg)
         found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         return self.argument_gradients(inputs, found)
+
+    def part_gradients(self, residuals: Any, cotangents: Any, inputs: Inputs, *, cfg: Choice) -> dict[str, Any]:
+        with without_x64(inputs):
+            found = self._gradients(inputs, residuals, cotangents, cfg)
+        return {name: found[name] for name in inputs.gradients}
+
+    def _gradients(self, inputs: Inputs, residuals: Any, cotangents: Any, cfg: Choice) -> dict[str, Any]:
+        """Those of the chosen backend, from the cotangents of its results."""
+        backend = self._backend(cfg)
+        backward = functools.partial(backend.backward, params=cfg.params)
+        return backward_locally(backward, self._partitioning(inputs, backend.platform), inputs, residuals, cotangents)
 
 
 class InferenceKernel[Inputs: OpInputs, Results](Portfolio[Inputs, Results], abc.ABC):

@@ -1,6 +1,7 @@
 """Runs a backend on each device's part if the arrays' types say how they are split."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -83,7 +84,7 @@ def leading_partitioning(inputs: object, core_dims: Mapping[str, int]) -> Partit
       ValueError: a dimension that is not shared is split, or one is split in two ways.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(inputs)
-    arrays = {_argument(path): leaf for path, leaf in leaves}
+    arrays = {argument_of(path): leaf for path, leaf in leaves}
     mesh = explicit_mesh(*arrays.values())
     if mesh is None or not core_dims:
         return None
@@ -110,7 +111,7 @@ def leading_partitioning(inputs: object, core_dims: Mapping[str, int]) -> Partit
     )
 
 
-def _argument(path: tuple[Any, ...]) -> str:
+def argument_of(path: tuple[Any, ...]) -> str:
     """The name of the argument that a leaf belongs to, by its path in the inputs."""
     return str(getattr(path[0], "name", None) or getattr(path[0], "key", None))
 
@@ -206,7 +207,7 @@ def forward_locally[Inputs, Results](
     if partitioning is None:
         return vary_over(axes, forward(inputs))
     results = jax.shard_map(
-        lambda part: partitioning.on_results(forward(partitioning.on_part(part))),
+        functools.partial(forward_on_part, forward, partitioning),
         mesh=partitioning.mesh,
         in_specs=(partitioning.inputs,),
         out_specs=partitioning.results,
@@ -233,15 +234,10 @@ def backward_locally[Inputs: OpInputs, Results](
     # shard_map needs out_specs before it traces.
     dtypes = {name: struct.dtype for name, struct in inputs.gradients.items()}
 
-    def on_part(part_of_inputs: Inputs, *rest: Results) -> dict[str, Any]:
-        computed = backward(partitioning.on_part(part_of_inputs), *rest)
-        parts = partitioning.on_gradients({name: computed[name] for name in dtypes})
-        return {name: _summed(part, gradients[name], dtypes[name]) for name, part in parts.items()}
-
     inputs = placed(inputs, partitioning.inputs, partitioning.mesh)
     results, cotangents = (placed(each, partitioning.results, partitioning.mesh) for each in (results, cotangents))
     computed = jax.shard_map(
-        on_part,
+        functools.partial(backward_on_part, backward, partitioning, dtypes),
         mesh=partitioning.mesh,
         in_specs=(partitioning.inputs, partitioning.results, partitioning.results),
         out_specs={name: gradients[name].spec for name in dtypes},
@@ -249,6 +245,28 @@ def backward_locally[Inputs: OpInputs, Results](
         check_vma=False,
     )(inputs, results, cotangents)
     return vary_over(axes, placed(computed, {name: gradients[name].wanted for name in dtypes}, partitioning.mesh))
+
+
+def forward_on_part[Inputs, Results](
+    forward: Callable[[Inputs], Results], partitioning: Partitioning, part: Inputs
+) -> Results:
+    """A device's part of the results, from that of the inputs; runs under the mesh's axes."""
+    results: Results = partitioning.on_results(forward(partitioning.on_part(part)))
+    return results
+
+
+def backward_on_part[Inputs, Results](
+    backward: Callable[[Inputs, Results, Results], dict[str, Any]],
+    partitioning: Partitioning,
+    dtypes: Mapping[str, np.dtype],
+    part: Inputs,
+    results: Results,
+    cotangents: Results,
+) -> dict[str, Any]:
+    """A device's part of the gradients whose dtypes are given by name; runs under the mesh's axes."""
+    computed = backward(partitioning.on_part(part), results, cotangents)
+    parts = partitioning.on_gradients({name: computed[name] for name in dtypes})
+    return {name: _summed(each, partitioning.gradients[name], dtypes[name]) for name, each in parts.items()}
 
 
 def over_explicit_axes(

@@ -2,7 +2,7 @@
 
 import abc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -202,6 +202,12 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
     def partitioning(self, inputs: PagedInputs) -> Partitioning | None:
         """Splits by heads and by sequences, as in the types of query and cache."""
         return paged_partitioning(inputs)
+
+    def split_alike(self, inputs: PagedInputs) -> Sequence[Mapping[str, int]]:
+        """The heads of queries and of a cache that has several, and the sequences of a cache without a table."""
+        caches = [name for name in ("key", "value") if inputs.arrays[name] is not None]
+        alike = [{"query": 1} | dict.fromkeys(caches, 2)] if inputs.key.shape[2] > 1 else []
+        return alike if inputs.page_table is not None else [*alike, {"query": 0} | dict.fromkeys(caches, 0)]
 
     def tolerance_factor(self, invocation: Invocation[Any, Any]) -> float:
         """The tolerance factor, which is larger with a soft cap, since that flattens the logits."""

@@ -43,6 +43,10 @@ class ConfigChooser(abc.ABC):
     def lookup(self, inv: Invocation[Any, Any], *, cfg: object = None, overrides: Overrides | None = None) -> Selection:
         """Returns what ``choose`` would choose without measuring; has no side effects."""
 
+    def state(self, op: str, overrides: Overrides) -> str:
+        """A text that differs wherever another process may choose other configs for an op; empty if none can tell."""
+        return ""
+
     @property
     @abc.abstractmethod
     def version(self) -> int:

@@ -101,6 +101,15 @@ class PersistentCache:
         """A number that grows with every change made through this object; other processes' changes do not count."""
         return self._version
 
+    def state(self, op: str) -> str:
+        """A text that changes with the entries of an op, also by other processes; empty if they cannot be listed."""
+        try:
+            stats = {each.name: each.stat() for each in self.path.glob(f"{op}-*.json")}
+        except OSError:
+            return ""
+        found = sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats.items())
+        return hashlib.sha256(repr(found).encode()).hexdigest()
+
     def put(
         self,
         key: Hashable,

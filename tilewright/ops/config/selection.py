@@ -115,6 +115,13 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         with self._remembering:
             return self.cache.version - self._guesses
 
+    def state(self, op: str, overrides: Overrides) -> str:
+        entries = "" if self.persistent is None else self.persistent.state(op)
+        if overrides.overlays or not entries:
+            return ""
+        lock = overrides.lock
+        return repr((self.effective_policy(overrides), lock and lock.lock.sha256, entries))
+
     def effective_policy(self, overrides: Overrides | None = None) -> AutotunePolicy:
         """The policy with the environment and all overrides applied."""
         overrides = current_overrides() if overrides is None else overrides

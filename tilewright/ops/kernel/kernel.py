@@ -57,6 +57,8 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
     - ``forward_with_residuals(*args, cfg, **kwargs) -> (out, residuals)`` and
       ``backward(residuals, cotangents, *args, cfg, **kwargs)``: gradients from what the forward kept. If it has a
       keyword parameter ``wanted``, it gets the names of the arguments whose gradients are used; others may be None.
+    - ``part_results(*args, cfg, **kwargs)`` and ``part_gradients(residuals, cotangents, *args, cfg, **kwargs)``: what a
+      device computes of its part of a call that is split over automatic mesh axes; see ``automatic_cfg``.
     - ``reference(*args, **kwargs)``: a plain ``jax.numpy`` oracle; tuning checks every candidate against it.
 
     ``cotangents`` is a tuple with one entry per output. Gradients are returned as a tuple with one entry per positional
@@ -84,6 +86,8 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
     reference: Callable[..., Any] | None = None
     forward_with_residuals: Callable[..., tuple[Any, Any]] | None = None
     backward: Callable[..., Any] | None = None
+    part_results: Callable[..., Any] | None = None
+    part_gradients: Callable[..., Any] | None = None
     custom_vjp: Callable[..., Any] | None = None
     run_triton: Callable[..., Any] | None = None
     run_pallas: Callable[..., Any] | None = None
@@ -180,6 +184,14 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
 
         Args:
           is_split: True if the type of an array is split over mesh axes, and so may be the results'.
+        """
+        return None
+
+    def automatic_cfg(self, selector: Any) -> Cfg | None:
+        """A config whose code is split by XLA over automatic mesh axes; ``None`` if the kernel cannot say how.
+
+        Args:
+          selector: chooses the configs of a device's part.
         """
         return None
 

@@ -39,7 +39,7 @@ from tilewright.ops.lowering.lowering import KnownProgram, results_of, run
 from tilewright.ops.lowering.mlir_modules import Value
 from tilewright.ops.lowering.programs import Programs, record
 from tilewright.ops.lowering.stages import CHOOSING, Program, Results, Stage
-from tilewright.ops.lowering.surroundings import operand_devices, program_devices
+from tilewright.ops.lowering.surroundings import is_automatic, operand_devices, program_devices
 from tilewright.ops.types import Device, Direction, MappedAxis
 from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.device import current_device, devices_for_platforms
@@ -89,7 +89,7 @@ class Call:
 
     @property
     def direction(self) -> Direction:
-        return "backward" if self.stage == "backward" else "forward"
+        return "backward" if self.stage in ("backward", "gradients") else "forward"
 
     @property
     def num_arrays(self) -> int:
@@ -291,6 +291,10 @@ def labelled_as(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _lowering_rule(ctx: mlir.LoweringRuleContext, *operands: Value, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
     platforms = ctx.platforms or ctx.module_context.platforms
     devices = devices_for_platforms(platforms)
+    if is_automatic(ctx) and (automatic := call.kernel.automatic_cfg(call.selector)) is not None:
+        (device,) = devices.values()
+        split_by_xla = code_of(call, automatic, ctx.avals_in, mapped, device)
+        return mlir.lower_fun(split_by_xla)(ctx, *operands)
     with run_by(lambda: program_devices(ctx)):
         branches = {p: select(call, ctx.avals_in, mapped, device) for p, device in devices.items()}
     if len(branches) == 1:
@@ -353,6 +357,15 @@ def apply_backward(
     chosen = tuple(label in wanted for label in array_labels(kernel, *arguments))
     call = Call(kernel, selector, structure, (None,) * len(arrays), "backward", extra, chosen)
     return list(call_p.bind(*arrays, *rest, call=call, mapped=()))
+
+
+def apply_stage(kernel: Kernel[Any, Any], selector: Selector, stage: str, inputs: Any, *rest: Any) -> Any:
+    """Runs a stage of a call with one argument, on given residuals and cotangents if it is "gradients"."""
+    arrays, structure = split(((inputs,), {}))
+    others, extra = split(rest)
+    call = Call(kernel, selector, structure, (None,) * len(arrays), stage, extra if rest else None)
+    tree = call.tree(known_results(call, [jax.typeof(x) for x in (*arrays, *others)], (), current_device()))
+    return tree.unflatten(call_p.bind(*arrays, *others, call=call, mapped=()))
 
 
 def named(array: jax.Array, name: str) -> Any:

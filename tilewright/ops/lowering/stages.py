@@ -25,8 +25,9 @@ class Stage:
 
     Attributes:
       structure: structure of ``(args, kwargs)`` after ``prepare``.
-      name: "run", "forward" or "backward".
-      extra: backward only: the structure of ``(residuals, cotangents)``, whose arrays follow those of the call.
+      name: "run", "forward" or "backward"; of a device's part of a split call "results" or "gradients".
+      extra: "backward" and "gradients" only: the structure of ``(residuals, cotangents)``, whose arrays follow those
+        of the call.
       wanted: backward only: for each array of the call, True if its gradient is needed.
     """
 
@@ -79,7 +80,29 @@ def _takes_wanted(backward: Callable[..., Any]) -> bool:
     return parameter is not None and parameter.kind is inspect.Parameter.KEYWORD_ONLY
 
 
-_STAGES = {"run": _run_stage, "forward": _forward_stage, "backward": _backward_stage}
+def _results_stage(stage: Stage, cfg: object, device: Device, *arrays: jax.Array) -> Any:
+    args, kwargs = stage.structure.join(arrays)
+    results = stage.kernel.part_results
+    assert results is not None  # otherwise the call has no such stage
+    return results(*args, cfg=cfg, **kwargs)
+
+
+def _gradients_stage(stage: Stage, cfg: object, device: Device, *operands: jax.Array) -> Any:
+    arrays, rest = operands[: stage.num_arrays], operands[stage.num_arrays :]
+    args, kwargs = stage.structure.join(arrays)
+    residuals, cotangents = stage.extra.join(rest) if stage.extra is not None else ((), ())
+    gradients = stage.kernel.part_gradients
+    assert gradients is not None  # otherwise the call has no such stage
+    return gradients(residuals, cotangents, *args, cfg=cfg, **kwargs)
+
+
+_STAGES = {
+    "run": _run_stage,
+    "forward": _forward_stage,
+    "backward": _backward_stage,
+    "results": _results_stage,
+    "gradients": _gradients_stage,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir
 
 from tilewright.ops.config.context import overrides_key, without_overrides
+from tilewright.ops.kernel.arrays import first_sharding
 
 # Environment variables that kernels read while they are traced.
 _VARIABLES = ("TILEWRIGHT_DEBUG",)
@@ -165,6 +166,23 @@ def program_devices(ctx: mlir.LoweringRuleContext) -> Iterable[jax.Device] | Non
         if mesh.size != axes.num_devices:
             return None
     return tuple(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty else None
+
+
+def is_automatic(ctx: mlir.LoweringRuleContext) -> bool:
+    """True if XLA decides how the operands of an operation are split over several devices, for one platform.
+
+    Not so where types decide it, inside of ``shard_map``, and in a program that another process will compile.
+    """
+    module = ctx.module_context
+    axes = module.axis_context
+    if not isinstance(axes, ShardingContext) or axes.num_devices == 1:
+        return False
+    if not jax.config.jax_use_shardy_partitioner:  # JAX's former partitioner has no rules for these calls
+        return False
+    if len(ctx.platforms or module.platforms) > 1 or module.lowering_parameters.for_export:
+        return False
+    meshes = [sharding.mesh for aval in ctx.avals_in if (sharding := getattr(aval, "sharding", None)) is not None]
+    return all(mesh.empty or mesh._any_axis_auto for mesh in meshes) and first_sharding(ctx.avals_in) is None
 
 
 def operand_devices(operands: Iterable[object]) -> Iterable[jax.Device] | None:
