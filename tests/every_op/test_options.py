@@ -9,9 +9,13 @@ import jax
 import numpy as np
 import pytest
 
+from tests.kernels.conftest import H100
+from tests.support.unoptimised import unoptimised
 from tilewright.kernels import OPS, kernel
 from tilewright.kernels.op.backend import Backend
+from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.inputs import OpInputs
+from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
@@ -33,6 +37,19 @@ WITHOUT_CASE: dict[str, Any] = {
     "mask": jax.ShapeDtypeStruct((2, 5), np.bool_),
 }
 """Values of options that no case has: the mask of kl's small case, and what only an op's own code passes."""
+
+WITHOUT_ROW: dict[str, frozenset[str]] = {
+    "precision": frozenset({"hopper", "triton", "xla", "ragged_dot", "cuda", "cudnn", "fa4"}),
+    "kv_starts": frozenset({"triton", "xla"}),
+    "eps": frozenset({"triton", "xla"}),
+    "weight_offset": frozenset({"triton", "xla"}),
+    "is_part": frozenset({"hopper", "triton", "xla"}),
+    "keeps_gradients": frozenset({"hopper", "triton", "xla"}),
+    "mask": frozenset({"xla"}),
+    "key_scale": frozenset({"xla"}),
+    "value_scale": frozenset({"xla"}),
+}
+"""The backends that serve an option which no row of an op's capability table has."""
 
 
 def options_of(op: str) -> set[str]:
@@ -104,6 +121,60 @@ def test_the_backend_for_every_device_serves_every_option(op: str) -> None:
     backend = next(each for each in backends_of(op) if each.name == "xla")
     for direction in DIRECTIONS if kernel(op).differentiable else DIRECTIONS[:1]:
         assert backend.served(direction) == options_of(op)
+
+
+@functools.cache
+def options_with_a_row(kind: type[OpInputs]) -> set[str]:
+    """The options of the capability tables of a class of inputs, which say who serves them."""
+    found: set[str] = set()
+    for op in OPS:
+        if kernel(op).inputs_type is kind:
+            for case in kernel(op).cases.options.values():
+                args, kwargs = dataclasses.replace(case, **kernel(op).cases.brief).arguments()
+                inputs = kernel(op).inputs_of(prepared(kernel(op), args, kwargs, concrete=False)[0])
+                found |= set(inputs.given())
+    return found
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_who_serves_the_options_that_no_capability_table_has(op: str) -> None:
+    directions = DIRECTIONS if kernel(op).differentiable else DIRECTIONS[:1]
+    for name in options_of(op) - options_with_a_row(kernel(op).inputs_type):
+        for backend in backends_of(op):
+            for direction in directions:
+                is_served = name in backend.served(direction)
+                assert is_served == (backend.name in WITHOUT_ROW[name]), (type(backend), direction, name)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_triton_multiplies_float32_as_precisely_as_jax_is_told_to(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each product of every kernel of both directions says so: the language's default is TensorFloat-32."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    backend = next((each for each in backends_of(op) if each.name == "triton"), None)
+    if backend is None:
+        pytest.skip("it has no kernels in Triton")
+    monkeypatch.setattr(jax, "device_count", lambda *_: 1)  # with several a vocabulary may be split
+    builder, said = type(interpreter.interpreter_builder), set()
+    multiply = builder.create_dot
+
+    def create_dot(self: Any, left: Any, right: Any, sums: Any, precision: Any, *rest: Any) -> Any:
+        said.add(str(precision).rpartition(".")[2])
+        return multiply(self, left, right, sums, precision, *rest)
+
+    monkeypatch.setattr(builder, "create_dot", create_dot)
+    inputs = _inputs(op, kernel(op).cases.small)
+    with unoptimised(), interpret_triton(), jax.default_matmul_precision("highest"):
+        if why := backend.not_supported_reasons(inputs.structs, H100, "forward"):
+            pytest.skip("; ".join(why))
+        forward = Choice("triton", backend.heuristic(inputs.structs, H100, "forward"))
+        run = jax.jit(lambda inputs: kernel(op).forward_results(kernel(op).completed(inputs), forward))
+        results = jax.block_until_ready(run(inputs))
+        if kernel(op).differentiable:
+            backward = Choice("triton", backend.heuristic(inputs.structs, H100, "backward"))
+            cotangents = tuple(jax.tree.leaves(kernel(op).outputs(inputs, results)))
+            pull_back = jax.jit(functools.partial(kernel(op).backward, cfg=backward))
+            jax.block_until_ready(pull_back(kernel(op).residuals(results), cotangents, inputs))
+    assert said <= {"TF32x3", "IEEE"}
 
 
 @pytest.mark.parametrize("op", OPS)

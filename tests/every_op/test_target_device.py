@@ -1,5 +1,7 @@
 """Every op for devices that are not here: what is explained is what is lowered, and nothing else."""
 
+import dataclasses
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,16 @@ import pytest
 
 import tilewright
 from tests.every_op.matrix import call_of, every_op
+from tests.kernels.conftest import H100
 from tilewright.kernels import OPS, kernel
+from tilewright.kernels.cuda import toolchain
+from tilewright.kernels.cuda.kernel import recording_groups
+from tilewright.kernels.op.choice import DECLARED, Choice
 from tilewright.ops import default_executor, find_labels_in_lowered
 from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.lowering.labels import is_call_label, parse_label
+from tilewright.ops.types import Direction
+from tilewright.ops.utils.target import traced_as
 
 ROOT = Path(__file__).parents[2]
 DEVICES = {"NVIDIA A100-SXM4-80GB": "cuda", "NVIDIA H200": "cuda", "TPU v5 lite": "tpu"}
@@ -48,6 +56,42 @@ def test_it_is_explained_and_lowered(op: str, name: str):
             assert backend not in ("hopper", "triton", "cuda")
         if "H200" not in name:
             assert backend != "hopper"
+
+
+def types_of(op: Any, inputs: Any, choice: Choice, direction: Direction) -> Any:
+    """Shapes and dtypes of a backend's results, or of its gradients; `DECLARED` has those that the op declares."""
+    if direction == "forward":
+        found = jax.eval_shape(lambda inputs: op.forward_results(inputs, choice), inputs)
+    else:
+        results = op.results(inputs)
+        cotangents = tuple(jax.tree.leaves(jax.eval_shape(op.outputs, inputs, results)))
+        backward = lambda *operands: op.backward(*operands, cfg=choice)
+        found = jax.eval_shape(backward, op.residuals(results), cotangents, inputs)
+    return jax.tree.map(lambda x: (x.shape, x.dtype.name), found)
+
+
+@pytest.mark.parametrize("name", every_op())
+def test_backends_give_what_the_op_declares(name: str, monkeypatch: pytest.MonkeyPatch):
+    """A call is traced with the declared types; here kernels are traced, too, and neither compiled nor run."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(toolchain, "missing", lambda *_: [])
+    monkeypatch.setattr(jax, "device_count", lambda *_: 1)  # with several a vocabulary may be split, which few serve
+    op, seen = kernel(name), set()
+    cases = [dataclasses.replace(op.cases.small, dtype=dtype) for dtype in ("float32", "bfloat16")]
+    if "bfloat16" in op.cases.options:
+        cases.append(dataclasses.replace(op.cases.options["bfloat16"], **op.cases.brief))
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for case in cases:
+        args, kwargs = case.arguments()
+        inputs = jax.eval_shape(lambda op=op, args=args, kwargs=kwargs: op.completed(op.bind(args, kwargs)[0][0]))
+        for backend, direction in itertools.product(op.backends.usable, directions):
+            if not backend.not_supported_reasons(inputs, H100, direction):
+                seen.add(backend.name)
+                with traced_as(H100.name), recording_groups():
+                    choice = Choice(backend.name, backend.heuristic(inputs, H100, direction))
+                    got, want = (types_of(op, inputs, each, direction) for each in (choice, DECLARED))
+                assert got == want, (backend.name, direction)
+    assert seen >= {backend.name for backend in op.backends.usable} - {"cudnn", "fa4"}
 
 
 @pytest.mark.parametrize("op", every_op())

@@ -138,6 +138,10 @@ def test_what_it_declines():
     assert "all must have one dtype, got lhs bfloat16, rhs float32" in reasons(A100, "two_dtypes")
     assert "lhs must be one of" in reasons(A100, "float32", dtype="float8_e4m3fn")
     assert "needs a CUDA GPU" in reasons(Device("cpu", "cpu"), "float32")
+    given = lambda precision: inputs_of(CASES["float32"]).replace(precision=precision)
+    assert not BACKEND.not_supported_reasons(given(jax.lax.Precision.HIGHEST), A100, "forward")
+    said = "; ".join(BACKEND.not_supported_reasons(given(jax.lax.DotAlgorithmPreset.BF16_BF16_F32), A100, "forward"))
+    assert "it takes a jax.lax.Precision" in said
     lhs, rhs = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((37, 1 << 16), (4, 1 << 16, 1 << 15)))
     large = inputs_of(CASES["float32"]).replace(lhs=lhs, rhs=rhs)
     assert "counted by 32 bits" in "; ".join(BACKEND.not_supported_reasons(large, A100, "forward"))

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from tests.kernels.paged_attention.conformance import PACKED_ON_HOPPER, packed_s
 from tests.support.machine_code import instructions
 from tilewright.errors import UnsupportedError
 from tilewright.kernels.cuda import BuildCache, CudaKernel, Group, build, toolchain
+from tilewright.kernels.cuda.kernel import recording_groups
 from tilewright.kernels.paged_attention.cuda import packed as cuda_packed
 from tilewright.kernels.paged_attention.cuda.packed import (
     MAX_SEQUENCES,
@@ -83,6 +85,23 @@ def test_fields():
     }  # fmt: skip
     assert problem_fields(packed_structs(causal=False))["left"] == FAR
     assert from_json(to_json(CudaPackedParams()), CudaPackedParams) == CudaPackedParams()
+
+
+@pytest.mark.usefixtures("with_compiler", "on_an_h100")
+def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch):
+    """The attributes in the dtypes that C++ asks for: of another one a call fails, or the scale is rounded."""
+    given = []
+
+    def call(*arguments: Any) -> list[Any]:
+        *_, outputs, attributes = arguments
+        given.append(attributes)
+        return [jnp.zeros(each.shape, each.dtype) for each in outputs]
+
+    monkeypatch.setattr(CudaKernel, "call", call)
+    with recording_groups():
+        jax.eval_shape(lambda inputs: BACKEND.forward(inputs, CudaPackedParams()), packed_structs(softmax_scale=0.1))
+    ((name, scale),) = given[0].items()
+    assert (name, scale, scale.dtype) == ("scale", np.float32(0.1), np.float32)
 
 
 @needs_nvcc
