@@ -246,6 +246,24 @@ class PagedConformance(CacheConformance):
     def test_large_logits(self, scale: float):
         self.run_and_check(ragged(q_lengths=(1, 9, 2), softmax_scale=scale, sinks=1), 3.0)
 
+    def test_values_whose_sum_float16_cannot_hold(self):
+        """Sums of values have a wider dtype than these, until they are divided by the sum of weights."""
+        sizes = PAGED | {"kv_length": 64}
+        inputs = inputs_of("decode_attention", DecodeCase("", **sizes, dtype="float16", ragged=False, paged=True))
+        inputs = inputs.replace(query=jnp.zeros_like(inputs.query), value=jnp.full_like(inputs.value, 3e4))
+        np.testing.assert_array_equal(self.compiled(inputs)(inputs, None)["out"], np.float16(3e4))
+
+    def test_biases_of_far_keys(self):
+        """Distances that a narrow dtype rounds, with slopes that leave these keys their weights."""
+        sizes = PAGED | {"sequences": 1, "kv_length": 600}
+        inputs = inputs_of("decode_attention", DecodeCase("", **sizes, ragged=False, paged=False, alibi=True))
+        self.run_and_check(inputs.replace(alibi_slopes=inputs.alibi_slopes / 64))
+
+    def test_more_heads_of_a_key_head_than_a_tile_has_rows(self):
+        """Also values of no power of two, behind which another row begins, in two parts of keys."""
+        sizes = PAGED | {"sequences": 1, "kv_length": 30, "heads": 72, "kv_heads": 1}
+        self.run_and_check(inputs_of("decode_attention", DecodeCase("", **sizes, value_dim=20, paged=False)))
+
     @pytest.mark.parametrize("window", FAR_WINDOWS)
     def test_windows_beyond_every_length(self, window: Any):
         inputs = ragged(q_lengths=(1, 9, 2), causal=False, sliding_window=window)

@@ -109,6 +109,11 @@ class TestPacked(CacheConformance):
         found = self.run_and_check(inputs.replace(kv_lengths=jnp.asarray(lengths, jnp.int32)))
         check_rows_without_keys(found, lengths, 3)
 
+    def test_the_last_tile_has_pages_of_its_own(self):
+        """Full ones, where the table of the sequence before ends within a tile."""
+        inputs = ragged_inputs(sequences=2, q_lengths=(1,), page_size=16, heads=2, kv_heads=1)
+        self.run_and_check(inputs.replace(kv_lengths=jnp.asarray([300, 250], jnp.int32)))
+
     @pytest.mark.parametrize(("seed", "page_size"), [(0, 16), (1, 64), (2, 128), (1, 256)])
     def test_hostile_tables(self, seed: int, page_size: int):
         self.run_on_hostile(hostile_inputs(seed, page_size, (None, 130)[seed % 2]))
