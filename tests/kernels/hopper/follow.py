@@ -370,6 +370,10 @@ class Warpgroup(_Follower):
         del values
         self._add("wait_out", equation, keep=equation.params["n"])
 
+    def fence(self, equation: Any, values: list[Any]) -> None:
+        del values
+        self._add("fence", equation)
+
     def wgmma(self, equation: Any, values: list[Any]) -> None:
         trees = [equation.params[f"{operand}_transforms_tree"] for operand in ("acc", "a", "b")]
         transforms = _split(values[3:], [tree or jax.tree.structure(()) for tree in trees])
@@ -414,6 +418,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "copy_gmem_to_smem": Warpgroup.copy_in,
     "copy_smem_to_gmem": Warpgroup.copy_out,
     "wait_smem_to_gmem": Warpgroup.wait_out,
+    "commit_smem": Warpgroup.fence,
     "wgmma_ref": Warpgroup.wgmma,
     "wgmma_wait": Warpgroup.wgmma_wait,
     "get": Warpgroup.get,

@@ -2,9 +2,9 @@
 
 What each warpgroup does to barriers and shared memory is played against the others with vector clocks. Found: accesses
 that no barrier or wait orders (a product reads until its wait, a copy writes until its barrier), deadlocks, barriers
-that complete twice before a waiter has looked, releases before the wait for the product that reads, and whatever is
-still in flight at the end. Not seen: a missing ``commit_smem``, orders that come from named barriers in inline code,
-and those between blocks.
+that complete twice before a waiter has looked, releases before the wait for the product that reads, products and
+copies that meet what threads have read or written without a fence (``commit_smem``) of theirs, and whatever is still in
+flight at the end. Not seen: orders that come from named barriers in inline code, and those between blocks.
 """
 
 import dataclasses
@@ -43,13 +43,20 @@ def check_schedules(function: Callable[..., Any], *arguments: Any, max_programs:
 
 @dataclasses.dataclass(slots=True)
 class _Access:
-    """An access and the moments, per thread, from which on it is known to be over."""
+    """An access and the moments, per thread, from which on it is known to be over.
+
+    Attributes:
+      by_threads: of registers, not by a product or a copy, which see it only after a fence.
+      fenced: the moment of that in its own thread; None before.
+    """
 
     thread: int
     where: Any
     writes: bool
     region: Region
+    by_threads: bool
     over: dict[int, int] = dataclasses.field(default_factory=dict)
+    fenced: int | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,6 +78,7 @@ class _Game:
         self.accesses: dict[int, list[_Access]] = {}
         self.products: list[list[list[_Access]]] = [[] for _ in threads]
         self.stores: list[list[list[_Access]]] = [[] for _ in threads]
+        self.unfenced: list[list[_Access]] = [[] for _ in threads]
         self.waiters: dict[tuple[int, int], dict[int, int]] = {}
         self.guarded: dict[tuple[int, int], set[Region]] = {}
         for thread in threads:
@@ -92,28 +100,50 @@ class _Game:
         clock = self.clocks[thread]
         return any(clock[other] >= moment for other, moment in access.over.items())
 
+    def fenced(self, access: _Access, thread: int) -> bool:
+        """False if threads have made an access and no fence of theirs lies between that and now."""
+        if not access.by_threads:
+            return True
+        return access.fenced is not None and self.clocks[thread][access.thread] >= access.fenced
+
     def record(self, thread: int, event: Event) -> list[_Access]:
-        made = []
+        made, by_threads = [], event.kind == "access"
         for regions, writes in ((event.reads, False), (event.writes, True)):
             for region in regions:
                 earlier = self.accesses.setdefault(region[0], [])
                 for access in earlier:
-                    if (writes or access.writes) and _overlap(access.region, region) and not self.known(access, thread):
-                        did, does = "wrote" if access.writes else "read", "writes" if writes else "reads"
-                        there = source_info_util.summarize(access.where)
-                        raise self.error(
-                            thread,
-                            event.where,
-                            f"{does} {_ranges(region)} of a buffer of which warpgroup {access.thread} {did} "
-                            f"{_ranges(access.region)} at {there}, and nothing orders the two",
-                        )
+                    if not (writes or access.writes) or not _overlap(access.region, region):
+                        continue
+                    if not self.known(access, thread):
+                        raise self.conflict(thread, event, region, writes, access, "nothing orders the two")
+                    if not by_threads and not self.fenced(access, thread):
+                        raise self.conflict(thread, event, region, writes, access, "no fence lies between the two")
                 if writes:
                     # Ordered after all of these: whoever is ordered after this write is after them.
                     earlier[:] = [access for access in earlier if not _covers(region, access.region)]
-                access = _Access(thread, event.where, writes, region)
+                access = _Access(thread, event.where, writes, region, by_threads)
                 earlier.append(access)
                 made.append(access)
+        if by_threads:
+            self.unfenced[thread] += made
         return made
+
+    def conflict(
+        self, thread: int, event: Event, region: Region, writes: bool, access: _Access, why: str
+    ) -> ProtocolError:
+        did, does = "wrote" if access.writes else "read", "writes" if writes else "reads"
+        there = source_info_util.summarize(access.where)
+        return self.error(
+            thread,
+            event.where,
+            f"{does} {_ranges(region)} of a buffer of which warpgroup {access.thread} {did} "
+            f"{_ranges(access.region)} at {there}, and {why}",
+        )
+
+    def fence(self, thread: int) -> None:
+        for access in self.unfenced[thread]:
+            access.fenced = self.clocks[thread][thread]
+        self.unfenced[thread].clear()
 
     def settle(self, thread: int, accesses: Sequence[_Access]) -> None:
         for access in accesses:
@@ -183,6 +213,8 @@ class _Game:
                     self.settle(thread, flight.pop(0))
             case "access":
                 self.settle(thread, self.record(thread, event))
+            case "fence":
+                self.fence(thread)
         return True
 
     def end(self) -> None:

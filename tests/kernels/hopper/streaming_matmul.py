@@ -26,6 +26,7 @@ class Fault(Enum):
     RELEASE_BEFORE_WAIT = "release before wait"
     NO_FULL_WAIT = "no full wait"
     NO_RELEASE = "no release"
+    NO_FENCE = "no fence"
     NO_LAST_WAIT = "no last wait"
 
 
@@ -75,7 +76,8 @@ def streaming_matmul(
 
         out = pl.run_scoped(accumulate, plgpu.ACC((ROWS, columns), jnp.float32))
         out_smem[own_rows] = out.astype(a.dtype)
-        plgpu.commit_smem()
+        if fault is not Fault.NO_FENCE:
+            plgpu.commit_smem()
         first = lax.axis_index("program") * CONSUMERS * ROWS + warpgroup * ROWS
         plgpu.copy_smem_to_gmem(out_smem.at[own_rows], out_ref.at[pl.ds(first, ROWS)])
         if fault is not Fault.NO_LAST_WAIT:

@@ -39,6 +39,7 @@ def test_fewer_programs_are_fewer_events():
         (Fault.RELEASE_BEFORE_WAIT, "which its product at .* still reads"),
         (Fault.NO_FULL_WAIT, "nothing orders the two"),
         (Fault.NO_RELEASE, "waits for ever"),
+        (Fault.NO_FENCE, "and no fence lies between the two"),
         (Fault.NO_LAST_WAIT, "ends with 1 stores in flight"),
     ],
 )
