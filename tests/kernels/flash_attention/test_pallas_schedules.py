@@ -96,6 +96,11 @@ def test_backward(name: str, params: Any) -> None:
     check_backward(CASES[name], params)
 
 
+def test_sums_of_a_bias_that_heads_share() -> None:
+    """Of a row for all queries: a sum of each tile is added by a reduction."""
+    check_backward(AttentionCase("", 1, 390, 390, head_dim=64, bias="k", **_SIZES), HopperBackwardParams(64, 2, False))
+
+
 WIDE = [
     ({"head_dim": 192, "value_dim": 128}, HopperBackwardParams(64, 2, True)),
     ({"head_dim": 256}, WideBackwardParams()),
