@@ -127,14 +127,12 @@ def positive(name: str, value: object) -> float:
 
 
 def may_be_distributed(*arrays: Any) -> bool:
-    """True if XLA may split the tokens of this call over devices, which the types of arrays do not show.
+    """True if XLA may split the operations of a backend over devices, which the types of arrays do not show.
 
-    Inside ``shard_map`` and on explicit axes a backend sees one device's part.
+    That is so only inside of a ``shard_map`` that leaves axes to XLA: elsewhere a call is split as a whole, and a
+    backend sees one device's part.
     """
-    if explicit_mesh(*arrays) is not None:
-        return False
-    # Under jit an array's sharding over axes of type Auto is unknown until the program is compiled.
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return jax.device_count() > 1
+    if explicit_mesh(*arrays) is not None or not mesh.manual_axes:
+        return False
     return any(kind == AxisType.Auto and size > 1 for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True))

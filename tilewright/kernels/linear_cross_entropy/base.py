@@ -4,6 +4,7 @@ A loss defines ``prepare``, ``cases``, its oracle, and the calls of its parts if
 """
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -14,12 +15,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.linear_cross_entropy.inputs import LossResults, VocabularyInputs
-from tilewright.kernels.linear_cross_entropy.losses import of_sums, reduced
+from tilewright.kernels.linear_cross_entropy.losses import of_sums, reduced, token_weights_gradient
 from tilewright.kernels.linear_cross_entropy.shards import (
-    by_typed_vocabulary,
+    loss_partitioning,
     of_all_devices,
-    split_by_tokens,
-    splits_vocabulary,
 )
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.portfolio import PortfolioKernel
@@ -44,6 +43,12 @@ class VocabularyLoss[Inputs: VocabularyInputs](PortfolioKernel[Inputs, LossResul
     def merged(self, inputs: Inputs, parts: jax.Array, vocab: int) -> tuple[Any, Any, Any]:
         """The statistics of the whole vocabulary, of so many classes, from ``[devices, statistics, *tokens]``."""
 
+    @abc.abstractmethod
+    def statistics_cotangents(
+        self, inputs: Inputs, results: LossResults, cotangents: LossResults, vocab: int
+    ) -> tuple[Any, Any, Any]:
+        """The cotangents of the statistics of the whole vocabulary, of so many classes, from those of the results."""
+
     def part(self, inputs: Inputs, axis_name: AxisName) -> Inputs:
         """The call of one device whose part of the vocabulary the inputs have: by default with these."""
         return inputs
@@ -57,35 +62,32 @@ class VocabularyLoss[Inputs: VocabularyInputs](PortfolioKernel[Inputs, LossResul
         if args and isinstance(args[0], VocabularyInputs):
             return None  # prepared inputs are those of a part
         given = dict(zip(self.positional, args, strict=False)) | dict(kwargs)
-        axis_name, matrices = given.get("axis_name"), [given.get(name) for _, name in self.inputs_type.heads]
-        # A probability below ``gradient_epsilon`` is known where the whole vocabulary is.
-        needs_all = given.get("gradient_epsilon") is not None
-        if axis_name is None and (needs_all or not splits_vocabulary(given.get("vocab_first", False), *matrices)):
-            return None
-        inputs, of_parts = self.prepare(*args, **kwargs), functools.partial(self._of_parts, cfg)
+        axis_name = given.get("axis_name")
         if axis_name is None:
-            return by_typed_vocabulary(inputs, of_parts)
+            return None
+        inputs = self.prepare(*args, **kwargs)
         inputs = self.whole(inputs, given, inputs.vocab * devices_along(axis_name, "vocabulary"))
-        return lambda: of_parts(inputs, axis_name)
+        return functools.partial(self._of_parts, cfg, inputs, axis_name)
 
-    def _of_parts(self, cfg: Any, inputs: Inputs, axis_name: AxisName, token_names: tuple[str, ...] = ()) -> Any:
+    def _of_parts(self, cfg: Any, inputs: Inputs, axis_name: AxisName) -> Any:
         """The loss over a vocabulary that is split over a mesh axis, from each device's statistics.
 
         Args:
           inputs: a device's part, with labels of the whole vocabulary.
-          token_names: axes over which tokens are split, if a scalar is to be that of all of them.
         """
         rows = {name: of_all_devices(inputs.arrays[name], axis_name) for name, _ in inputs.heads}
         part = self.part(inputs, axis_name).replace(is_part=True, **rows)
         # The loss from here on is JAX's to differentiate: its transposes of the gather fit both kinds of shard_map.
-        parts = gathered(jnp.stack(self(part, cfg=cfg)), axis_name)
-        vocab = inputs.vocab * lax.axis_size(axis_name)
-        statistics, weights = self.merged(inputs, parts, vocab), inputs.weights()
-        loss = jnp.where(inputs.valid, inputs.losses(statistics, vocab), 0) * weights
+        statistics, loss = self._merged(inputs, self(part, cfg=cfg), axis_name)
         if inputs.reduction != "none":
-            sums = (loss.sum(), weights.sum())
-            loss = reduced(inputs, *(lax.psum(sums, token_names) if token_names else sums))
+            loss = reduced(inputs, loss.sum(), inputs.weights().sum())
         return (loss, statistics[0]) if inputs.return_lse else loss
+
+    def _merged(self, inputs: Inputs, statistics: Sequence[Any], axis_name: AxisName) -> tuple[Any, jax.Array]:
+        """The statistics of the whole vocabulary from those of its parts, and the weighted loss of each token."""
+        vocab = inputs.vocab * lax.axis_size(axis_name)
+        merged = self.merged(inputs, gathered(jnp.stack(statistics), axis_name), vocab)
+        return merged, jnp.where(inputs.valid, inputs.losses(merged, vocab), 0) * inputs.weights()
 
     def results(self, inputs: Inputs) -> Any:
         token, scalar = (jax.ShapeDtypeStruct(shape, inputs.wide) for shape in (inputs.token_shape, ()))
@@ -110,8 +112,8 @@ class VocabularyLoss[Inputs: VocabularyInputs](PortfolioKernel[Inputs, LossResul
         return LossResults((of_lse[0] if of_lse else None, None, None), *of_sums(inputs, residuals, of_loss))
 
     def partitioning(self, inputs: Inputs) -> Partitioning | None:
-        """Splits by tokens, as in the types of the arrays by token."""
-        return split_by_tokens(inputs)
+        """Splits by tokens and by vocabulary, as in the types of the arrays."""
+        return loss_partitioning(inputs, OfParts(self))
 
     def sampled(self, inputs: Inputs, key: jax.Array) -> Inputs:
         """Normal arrays, and logits of about 1."""
@@ -132,6 +134,53 @@ class VocabularyLoss[Inputs: VocabularyInputs](PortfolioKernel[Inputs, LossResul
     def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """Nothing: no token may count."""
         return Cost(0.0, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfParts:
+    """A loss over a vocabulary that the types of arrays split, or XLA does."""
+
+    op: VocabularyLoss[Any]
+
+    def results(self, run: Callable[[Any], LossResults], part: Any, axes: tuple[str, ...]) -> LossResults:
+        found = run(self._part(part, axes)).statistics
+        statistics, loss = self.op._merged(part, [x for x in found if x is not None], axes)
+        lse, second, third = (None if x is None else jnp.where(part.valid, x, 0) for x in statistics)
+        results = LossResults((lse, second, third))
+        if part.summary == "none":
+            return dataclasses.replace(results, total=loss)
+        # Gradients need the statistics of the whole vocabulary: the backward pass computes them, and reads no others.
+        declared = self.op.results(part)
+        d_x, d_weight, d_bias = (
+            None if x is None else jnp.zeros(x.shape, x.dtype)
+            for x in (declared.d_x, declared.d_weight, declared.d_bias)
+        )
+        return LossResults(results.statistics, loss.sum(), part.weights().sum(), d_x, d_weight, d_bias)
+
+    def kept_gradients(self, part: Any, results: LossResults, cotangents: LossResults) -> dict[str, Any]:
+        kept = {"x": results.d_x, "weight": results.d_weight, "bias": results.d_bias}
+        found = {name: x * cotangents.total for name, x in kept.items() if x is not None}
+        return found | {"token_weights": token_weights_gradient(part, results, cotangents)}
+
+    def gradients(
+        self,
+        run: Callable[..., dict[str, Any]],
+        part: Any,
+        results: LossResults,
+        cotangents: LossResults,
+        axes: tuple[str, ...],
+    ) -> dict[str, Any]:
+        vocab = part.vocab * lax.axis_size(axes)
+        of_statistics = self.op.statistics_cotangents(part, results, cotangents, vocab)
+        # A part's own kernels, with the log-sum-exp of the whole: their probabilities are those of the whole softmax.
+        whole = LossResults(results.statistics)
+        found = run(self._part(part, axes), whole, LossResults(of_statistics))
+        given = token_weights_gradient(part, results, cotangents, vocab)
+        return found if given is None else found | {"token_weights": given}
+
+    def _part(self, part: Any, axes: tuple[str, ...]) -> Any:
+        own = {"keeps_gradients": False} if hasattr(part, "keeps_gradients") else {}
+        return self.op.part(part, axes).replace(is_part=True, is_distributed=False, **own)
 
 
 def logits_of(

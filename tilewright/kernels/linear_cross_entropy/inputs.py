@@ -69,6 +69,11 @@ class VocabularyInputs(OpInputs, abc.ABC):
         """The loss of each token, without its weight; ``vocab`` is the size of the vocabulary with all its parts."""
 
     @property
+    def splits_vocabulary(self) -> bool:
+        """True if devices may have parts of the vocabulary."""
+        return not self.is_part
+
+    @property
     def return_lse(self) -> bool:
         """True if lse of each token is returned, too."""
         return False
@@ -140,6 +145,11 @@ class LossInputs(VocabularyInputs):
     @property
     def needs_sum(self) -> bool:
         return self.label_smoothing != 0.0
+
+    @property
+    def splits_vocabulary(self) -> bool:
+        # A probability below ``gradient_epsilon`` is known where the whole vocabulary is.
+        return not self.is_part and self.gradient_epsilon is None
 
     def weights(self) -> Any:
         valid, given = self.valid, self.token_weights

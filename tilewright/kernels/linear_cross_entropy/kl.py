@@ -1,6 +1,6 @@
 """The divergence of a student from a teacher: its argument list and the oracle."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -17,8 +17,8 @@ from tilewright.kernels.linear_cross_entropy.arguments import (
 )
 from tilewright.kernels.linear_cross_entropy.base import VocabularyLoss, logits_of
 from tilewright.kernels.linear_cross_entropy.cases import KL_CASES
-from tilewright.kernels.linear_cross_entropy.inputs import KlInputs, Reduction
-from tilewright.kernels.linear_cross_entropy.losses import reduced
+from tilewright.kernels.linear_cross_entropy.inputs import KlInputs, LossResults, Reduction
+from tilewright.kernels.linear_cross_entropy.losses import of_kl_statistics, reduced
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption
 from tilewright.kernels.op.public import public_function
@@ -78,6 +78,15 @@ class LinearKlDivergence(VocabularyLoss[KlInputs]):
             reduction=reduction_name(reduction),
             platform=arguments.platforms(platform),
         )
+
+    def statistics_cotangents(
+        self, inputs: KlInputs, results: LossResults, cotangents: LossResults, vocab: int
+    ) -> tuple[Any, Any, Any]:
+        return of_kl_statistics(inputs, cotangents)
+
+    def split_alike(self, inputs: KlInputs) -> Sequence[Mapping[str, int]]:
+        """The vocabulary of both heads."""
+        return [{name: inputs.vocab_axis for _, name in inputs.heads}]
 
     def merged(self, inputs: KlInputs, parts: jax.Array, vocab: int) -> tuple[Any, Any, Any]:
         student, teacher = (jax.nn.logsumexp(parts[:, i], 0) for i in (0, 1))

@@ -55,8 +55,14 @@ def _with_losses(inputs: VocabularyInputs, results: LossResults, loss: Any, weig
     return dataclasses.replace(results, total=loss.sum(), count=weights.sum(), **more)
 
 
-def of_statistics(inputs: LossInputs, lse: jax.Array, cotangents: LossResults) -> tuple[Any, Any, Any]:
-    """The cotangents of lse, y and S of the tokens in the inputs; the last is ``None`` without label smoothing."""
+def of_statistics(
+    inputs: LossInputs, lse: jax.Array, cotangents: LossResults, vocab: int | None = None
+) -> tuple[Any, Any, Any]:
+    """The cotangents of lse, y and S of the tokens in the inputs; the last is ``None`` without label smoothing.
+
+    Args:
+      vocab: the classes of the whole vocabulary, if the inputs have a part.
+    """
     valid = inputs.valid
     # Selected, not multiplied: cotangents of ignored tokens may be NaN.
     of_lse, of_label, of_sum = (
@@ -67,7 +73,7 @@ def of_statistics(inputs: LossInputs, lse: jax.Array, cotangents: LossResults) -
         smoothing = inputs.label_smoothing
         of_lse = of_lse + scale * (1 + 2 * inputs.z_loss * lse) if inputs.z_loss else of_lse + scale
         of_label = of_label - scale * (1 - smoothing)
-        of_sum = of_sum - scale * (smoothing / inputs.vocab)
+        of_sum = of_sum - scale * (smoothing / (vocab or inputs.vocab))
     return of_lse, of_label, of_sum if inputs.needs_sum else None
 
 
@@ -83,14 +89,16 @@ def of_kl_statistics(inputs: KlInputs, cotangents: LossResults) -> tuple[Any, An
     return scale, -scale, scale
 
 
-def token_weights_gradient(inputs: LossInputs | KlInputs, results: LossResults, cotangents: LossResults) -> Any:
+def token_weights_gradient(
+    inputs: LossInputs | KlInputs, results: LossResults, cotangents: LossResults, vocab: int | None = None
+) -> Any:
     """The gradient of the weights of tokens, from any backend's results; ``None`` if it is not used."""
     given = inputs.token_weights
     if given is None or not inputs.wants("token_weights"):
         return None
     if cotangents.total is None:
         return jnp.zeros_like(given)
-    loss = inputs.losses(results.statistics, inputs.vocab)
+    loss = inputs.losses(results.statistics, vocab or inputs.vocab)
     gradient = cotangents.total * loss + (0 if cotangents.count is None else cotangents.count)
     return jnp.where(inputs.valid, gradient, 0).astype(given.dtype)
 

@@ -25,8 +25,8 @@ from tilewright.kernels.linear_cross_entropy.arguments import (
 )
 from tilewright.kernels.linear_cross_entropy.base import VocabularyLoss, logits_of
 from tilewright.kernels.linear_cross_entropy.cases import CASES
-from tilewright.kernels.linear_cross_entropy.inputs import IGNORED, LossInputs, Reduction
-from tilewright.kernels.linear_cross_entropy.losses import reduced
+from tilewright.kernels.linear_cross_entropy.inputs import IGNORED, LossInputs, LossResults, Reduction
+from tilewright.kernels.linear_cross_entropy.losses import of_statistics, reduced
 from tilewright.kernels.linear_cross_entropy.shards import local_labels
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption
@@ -127,6 +127,11 @@ class LinearCrossEntropy(VocabularyLoss[LossInputs]):
     def part(self, inputs: LossInputs, axis_name: AxisName) -> LossInputs:
         labels = local_labels(inputs.labels, inputs.vocab, axis_name)
         return inputs.replace(labels=labels, token_weights=None, reduction="mean", return_lse=False)
+
+    def statistics_cotangents(
+        self, inputs: LossInputs, results: LossResults, cotangents: LossResults, vocab: int
+    ) -> tuple[Any, Any, Any]:
+        return of_statistics(inputs, results.statistics[0], cotangents, vocab)
 
     def merged(self, inputs: LossInputs, parts: jax.Array, vocab: int) -> tuple[Any, Any, Any]:
         lse, label_logit = jax.nn.logsumexp(parts[:, 0], 0), parts[:, 1].sum(0)

@@ -7,8 +7,9 @@ devices; that of a device's part of the matrix is complete.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,6 @@ from tilewright.kernels.op.sharding import (
     axis_names,
     common_axes,
     explicit_mesh,
-    over_explicit_axes,
     typed_axes,
     typed_spec,
     vary_over,
@@ -40,13 +40,14 @@ def _token_axes(inputs: VocabularyInputs, arrays: dict[str, Any]) -> tuple[Parti
     """
     by_token = {name: array for name, array in arrays.items() if name not in inputs.vocab_axes}
     split = common_axes(by_token, dict.fromkeys(by_token, len(inputs.token_shape)), whats="tokens", core="d")
-    return PartitionSpec(*split), tuple(name for axes in split for name in axis_names(axes))
+    return PartitionSpec(*split if any(split) else ()), tuple(name for axes in split for name in axis_names(axes))
 
 
-def split_by_tokens(inputs: VocabularyInputs) -> Partitioning | None:
+def loss_partitioning(inputs: VocabularyInputs, of_vocabulary: "OfVocabulary") -> Partitioning | None:
     """The partitioning that the types of the arrays imply; ``None`` without explicit axes.
 
-    A matrix that is split is gathered, and its gradient is split again.
+    Over axes that split the tokens, too, a matrix is gathered, and its gradient is split again: such an axis gives each
+    device other tokens, which need the whole vocabulary. Over other axes each device has its part of the vocabulary.
 
     Raises:
       ValueError: tokens are split in two ways, or d is.
@@ -56,72 +57,99 @@ def split_by_tokens(inputs: VocabularyInputs) -> Partitioning | None:
     if mesh is None:
         return None
     tokens, names = _token_axes(inputs, arrays)
-    whole = PartitionSpec()
-    specs = {name: whole if name in inputs.vocab_axes else tokens for name in arrays}
-    scalar = inputs.summary == "scalar"
+    vocab = _vocabulary_axes(inputs, arrays, names, mesh.shape)
+    whole, by_class, scalar = PartitionSpec(), PartitionSpec(vocab or None), inputs.summary == "scalar"
     of_total = None if inputs.summary == "statistics" else whole if scalar else tokens
+    kept = scalar and getattr(inputs, "keeps_gradients", False)
+    # An array that the results lack has no spec.
+    of_kept = (tokens, _matrix_spec(inputs, vocab), None if inputs.arrays.get("bias") is None else by_class)
+
+    def spec(name: str) -> PartitionSpec:
+        if name not in inputs.vocab_axes:
+            return tokens
+        return by_class if arrays[name].ndim == 1 else _matrix_spec(inputs, vocab)
+
+    def gradient(name: str, array: Any) -> GradientParts:
+        by_token = name not in inputs.vocab_axes
+        of_matrix = () if kept and not vocab else names  # what the forward pass kept is the sum already
+        summed = (vocab if name in dict(inputs.heads) else ()) if by_token else of_matrix
+        return GradientParts(spec(name), summed, typed_spec(array))
 
     def on_results(results: LossResults) -> LossResults:
         if not scalar or not names:
             return results
-        # The backward pass scales with the sum of all weights, so both are residuals of the whole call.
-        total, count = lax.psum((results.total, results.count), names)
-        return dataclasses.replace(results, total=total, count=count)
+        # The backward pass scales with the sum of all weights, so both are residuals of the whole call; and a gradient
+        # that is kept is that of all tokens.
+        parts = {"total": results.total, "count": results.count}
+        if kept and not vocab:
+            # As gradients are summed (`backward_on_part`): of a bfloat16 matrix in bfloat16.
+            dtype = arrays["weight"].dtype if arrays["weight"].dtype == jnp.bfloat16 else inputs.wide
+            parts |= {"d_weight": results.d_weight.astype(dtype), "d_bias": results.d_bias}
+        found = lax.psum(parts, names)
+        wide: dict[str, Any] = {name: None if x is None else x.astype(inputs.wide) for name, x in found.items()}
+        return dataclasses.replace(results, **wide)
+
+    def forward(run: Callable[[Any], LossResults], part: Any) -> LossResults:
+        return on_results(of_vocabulary.results(run, part, vocab))
+
+    def backward(run: Callable[..., Any], part: Any, results: LossResults, cotangents: LossResults) -> dict[str, Any]:
+        if not vocab:
+            return of_vocabulary.kept_gradients(part, results, cotangents)
+        return of_vocabulary.gradients(run, part, results, cotangents, vocab)
 
     return Partitioning(
         mesh=mesh,
-        inputs=inputs.replace(**specs),
+        inputs=inputs.replace(**{name: spec(name) for name in arrays}),
         results=LossResults(
-            (tokens, tokens, tokens if inputs.needs_sum else None), of_total, whole if scalar else None
+            (tokens, tokens, tokens if inputs.needs_sum else None),
+            of_total,
+            whole if scalar else None,
+            *(of_kept if kept else ()),
         ),
-        gradients={
-            name: GradientParts(specs[name], names if name in inputs.vocab_axes else (), typed_spec(array))
-            for name, array in arrays.items()
-        },
+        gradients={name: gradient(name, array) for name, array in arrays.items()},
+        # XLA does not split what is left of the call: it is one device's.
+        on_part=lambda part: part.replace(is_distributed=False),
         on_results=on_results,
+        forward=forward if vocab else None,
+        backward=backward if vocab or kept else None,
         shared_with_xla=False,
     )
 
 
-def by_typed_vocabulary(inputs: VocabularyInputs, of_parts: Callable[..., Any]) -> Callable[[], Any] | None:
-    """A call by the devices' parts of a vocabulary that the types of arrays split, and maybe of the tokens.
+class OfVocabulary(Protocol):
+    """The loss of tokens from the devices' parts of the vocabulary, on each of them."""
 
-    None if the vocabulary is whole, or split over the axes of the tokens, so that it is gathered.
+    def results(self, run: Callable[[Any], LossResults], part: Any, axes: tuple[str, ...]) -> LossResults:
+        """The results of a device's tokens; ``run`` computes those of inputs whose vocabulary is a part."""
 
-    Args:
-      of_parts: computes the call inside ``shard_map``, from a part of the inputs and the names of the axes that split
-        the vocabulary and the tokens.
+    def kept_gradients(self, part: Any, results: LossResults, cotangents: LossResults) -> dict[str, Any]:
+        """The gradients from those that the forward pass kept of all tokens."""
 
-    Raises:
-      ValueError: tokens are split in two ways, or d is.
-    """
-    arrays = {name: array for name, array in inputs.arrays.items() if array is not None}
+    def gradients(
+        self,
+        run: Callable[..., dict[str, Any]],
+        part: Any,
+        results: LossResults,
+        cotangents: LossResults,
+        axes: tuple[str, ...],
+    ) -> dict[str, Any]:
+        """The gradients of a device's part; ``run`` computes them from cotangents of the statistics."""
+
+
+def _vocabulary_axes(
+    inputs: VocabularyInputs, arrays: Mapping[str, Any], token_names: tuple[str, ...], sizes: Mapping[str, int]
+) -> tuple[str, ...]:
+    """The axes over which the vocabulary stays split."""
+    if not inputs.splits_vocabulary:
+        return ()
     axes = {name: axis for name, axis in inputs.vocab_axes.items() if name in arrays}
     split = [names for name, axis in axes.items() if (names := axis_names(typed_axes(arrays[name])[axis]))]
-    if not split:
-        return None
-    tokens, token_names = _token_axes(inputs, arrays)
-    # An axis that splits the tokens gives each device other tokens, which need the whole vocabulary.
-    vocab = tuple(name for name in split[0] if name not in token_names)
-    mesh = explicit_mesh(*(arrays[name] for name in axes))
-    if mesh is None or not vocab:
-        return None
-
-    def spec(name: str, rank: int) -> PartitionSpec:
-        return PartitionSpec(*(vocab if at == axes[name] else None for at in range(rank))) if name in axes else tokens
-
-    specs = {name: spec(name, array.ndim) for name, array in arrays.items()}
-    of_loss = tokens if inputs.reduction == "none" else PartitionSpec()
-    out = (of_loss, tokens) if inputs.return_lse else of_loss
-    return lambda: over_explicit_axes(
-        lambda parts: of_parts(inputs.replace(**parts), vocab, token_names), mesh, arrays, specs, out
-    )
+    found = tuple(name for name in split[0] if name not in token_names) if split else ()
+    return found if inputs.vocab % math.prod(sizes[name] for name in found) == 0 else ()
 
 
-def splits_vocabulary(vocab_first: object, *matrices: object) -> bool:
-    """True if the type of a matrix splits the vocabulary: of nearly every call this is all that is read."""
-    axis, known = 0 if vocab_first else 1, [x for x in matrices if isinstance(x, jax.Array) and x.ndim == 2]
-    return len(known) == len(matrices) and any(typed_axes(x)[axis] is not None for x in known)
+def _matrix_spec(inputs: VocabularyInputs, vocab: tuple[str, ...]) -> PartitionSpec:
+    return PartitionSpec(*(vocab if axis == inputs.vocab_axis and vocab else None for axis in range(2)))
 
 
 def of_all_devices(x: jax.Array, axis_name: AxisName) -> jax.Array:

@@ -293,8 +293,9 @@ class BoundCall:
         if call.direction == "forward":
             return jax.tree.leaves(forward_on_part(functools.partial(run, "results"), partitioning, inputs))
         dtypes = {name: struct.dtype for name, struct in inputs.gradients.items()}
+        # XLA sums the gradients of its own matmuls in their dtype, and so does JAX inside of a shard_map.
         found = backward_on_part(
-            functools.partial(run, "gradients"), partitioning, dtypes, inputs, residuals, cotangents
+            functools.partial(run, "gradients"), partitioning, dtypes, inputs, residuals, cotangents, narrow=True
         )
         return jax.tree.leaves(found)
 

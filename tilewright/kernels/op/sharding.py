@@ -51,6 +51,9 @@ class Partitioning:
       on_gradients: the same for its part of the gradients, by name and without those that are ``None``, before the
         sums.
       on_results: completes a device's part of the results, such as by a sum over mesh axes.
+      forward: in place of these, for an op that computes its results from those of another call on the part: gets a
+        function of inputs that runs a backend, and the part of the inputs.
+      backward: the same for the gradients: gets a function of inputs, results and cotangents, and their parts.
       shared_with_xla: True if axes of type Auto may stay with XLA, which then splits the operations on a device's part
         over these. It cannot split a kernel, whose operands it gathers, and not well a loop over blocks of rows.
     """
@@ -62,6 +65,8 @@ class Partitioning:
     on_part: Callable[[Any], Any] = lambda inputs: inputs
     on_gradients: Callable[[dict[str, Any]], dict[str, Any]] = lambda gradients: gradients
     on_results: Callable[[Any], Any] = lambda results: results
+    forward: Callable[[Callable[[Any], Any], Any], Any] | None = None
+    backward: Callable[[Callable[[Any, Any, Any], dict[str, Any]], Any, Any, Any], dict[str, Any]] | None = None
     shared_with_xla: bool = True
 
     @property
@@ -78,10 +83,11 @@ def leading_partitioning(inputs: object, core_dims: Mapping[str, int]) -> Partit
 
     Args:
       inputs: a pytree whose arrays have the names of arguments, as fields or keys.
-      core_dims: the number of trailing core dimensions of an argument. An argument that is not listed is replicated.
+      core_dims: the number of trailing core dimensions of an argument. One that is not listed is a parameter, of which
+        every device needs the whole: if its type splits it, it is gathered, and its gradient is split again.
 
     Raises:
-      ValueError: a dimension that is not shared is split, or one is split in two ways.
+      ValueError: a core dimension is split, or a shared one is split in two ways.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(inputs)
     arrays = {argument_of(path): leaf for path, leaf in leaves}
@@ -89,7 +95,7 @@ def leading_partitioning(inputs: object, core_dims: Mapping[str, int]) -> Partit
     if mesh is None or not core_dims:
         return None
     shared = {name: array.ndim - core_dims.get(name, array.ndim) for name, array in arrays.items()}
-    split = common_axes(arrays, shared)
+    split = common_axes({name: x for name, x in arrays.items() if name in core_dims}, shared)
     used = [name for axes in split for name in axis_names(axes)]
 
     def spec_of(name: str) -> PartitionSpec:
@@ -131,7 +137,7 @@ def common_axes(
       ValueError: a dimension is split in two ways, or one that is not shared is.
     """
     described = ", ".join(f"{name}: {typed_spec(array)}" for name, array in arrays.items())
-    split: list[Any] = [None] * max(shared.values())
+    split: list[Any] = [None] * max(shared[name] for name in arrays)
     for name, array in arrays.items():
         axes = typed_axes(array)
         if any(axes[shared[name] :]):
@@ -251,7 +257,11 @@ def forward_on_part[Inputs, Results](
     forward: Callable[[Inputs], Results], partitioning: Partitioning, part: Inputs
 ) -> Results:
     """A device's part of the results, from that of the inputs; runs under the mesh's axes."""
-    results: Results = partitioning.on_results(forward(partitioning.on_part(part)))
+    results: Results
+    if partitioning.forward is not None:
+        results = partitioning.forward(forward, part)
+    else:
+        results = partitioning.on_results(forward(partitioning.on_part(part)))
     return results
 
 
@@ -262,11 +272,20 @@ def backward_on_part[Inputs, Results](
     part: Inputs,
     results: Results,
     cotangents: Results,
+    *,
+    narrow: bool = False,
 ) -> dict[str, Any]:
-    """A device's part of the gradients whose dtypes are given by name; runs under the mesh's axes."""
-    computed = backward(partitioning.on_part(part), results, cotangents)
+    """A device's part of the gradients whose dtypes are given by name; runs under the mesh's axes.
+
+    Args:
+      narrow: bfloat16 gradients are summed over devices as they are, with half of the bytes.
+    """
+    if partitioning.backward is not None:
+        computed = partitioning.backward(backward, part, results, cotangents)
+    else:
+        computed = backward(partitioning.on_part(part), results, cotangents)
     parts = partitioning.on_gradients({name: computed[name] for name in dtypes})
-    return {name: _summed(each, partitioning.gradients[name], dtypes[name]) for name, each in parts.items()}
+    return {name: _summed(each, partitioning.gradients[name], dtypes[name], narrow) for name, each in parts.items()}
 
 
 def over_explicit_axes(
@@ -360,11 +379,11 @@ def _is_spec(leaf: object) -> bool:
     return isinstance(leaf, PartitionSpec)
 
 
-def _summed(part: jax.Array, parts: GradientParts, dtype: np.dtype) -> jax.Array:
-    """The sum over mesh axes, accumulated in float32 or wider where it is rounded."""
+def _summed(part: jax.Array, parts: GradientParts, dtype: np.dtype, narrow: bool) -> jax.Array:
+    """The sum over mesh axes, accumulated in float32 or wider where it is rounded, or in bfloat16 if ``narrow``."""
     if not parts.summed:
         return part.astype(dtype)
-    wide = dtype if parts.disjoint else jnp.promote_types(part.dtype, jnp.float32)
+    wide = dtype if parts.disjoint or (narrow and dtype == jnp.bfloat16) else jnp.promote_types(part.dtype, jnp.float32)
     return lax.psum(part.astype(wide), parts.summed).astype(dtype)
 
 
