@@ -88,9 +88,18 @@ def placed(inputs: Inputs, **specs: P) -> Inputs:
 
 
 @pytest.mark.parametrize(
-    ("x", "offset"), [(P("data"), P("data")), (P("data", "model"), P()), (P(), P(None, ("data", "model")))], ids=str
+    ("x", "offset", "weight"),
+    [
+        (P("data"), P("data"), P()),
+        (P("data", "model"), P(), P()),
+        (P(), P(None, ("data", "model")), P()),
+        (P("data"), P(), P("data")),
+        (P("data"), P(), P("model")),
+    ],
+    ids=str,
 )
-def test_leading_dimensions_are_split_and_shared_gradients_summed(x, offset):
+def test_leading_dimensions_are_split_and_shared_gradients_summed(x, offset, weight):
+    """A parameter that is split is gathered, and its gradient is split like it."""
     kernel, whole = Centred(), arrays()
 
     def loss(*given):
@@ -100,7 +109,7 @@ def test_leading_dimensions_are_split_and_shared_gradients_summed(x, offset):
     training = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
     (_, out), wanted = training(whole.x, whole.offset, whole.weight)
     with jax.set_mesh(mesh()):
-        parts = placed(whole, x=x, offset=offset, weight=P())
+        parts = placed(whole, x=x, offset=offset, weight=weight)
         (_, got), gradients = jax.jit(training)(parts.x, parts.offset, parts.weight)
     np.testing.assert_allclose(got, out, rtol=1e-5, atol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), gradients, wanted)
@@ -111,7 +120,6 @@ def test_leading_dimensions_are_split_and_shared_gradients_summed(x, offset):
     ("specs", "message"),
     [
         ({"x": P(None, None, "data")}, r"x must be split by its first 2 dimensions alone \(x: P"),
-        ({"x": P("data"), "weight": P("model")}, r"weight must be whole \(x: P"),
         ({"x": P("data"), "offset": P("model")}, "must be split alike or be whole .*; reshard offset first"),
     ],
 )

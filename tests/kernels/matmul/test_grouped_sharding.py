@@ -25,6 +25,8 @@ SPLITS: dict[str, tuple[P, P, P]] = {
     "n and matrices": (P(), P("y", None, "x"), P(None, "x")),
     "rows by two axes": (P(("x", "y"), None), P(), P(("x", "y"), None)),
     "nothing": (P(), P(), P()),
+    "rows, and matrices over their axis": (P("x", None), P("x", None, None), P("x", None)),
+    "rows, and parameters over their axis": (P("x", None), P(None, "x", "y"), P("x", "y")),
 }
 """For each split how lhs and rhs are split, and how the result is."""
 
@@ -114,9 +116,8 @@ def test_the_sharding_of_the_result():
 @pytest.mark.parametrize(
     ("of_lhs", "of_rhs", "said"),
     [
-        (P("x", None), P("x", None, None), "must be split by different axes"),
         (P(None, "x"), P(None, "y", None), "k must be split alike"),
-        (P("x", None), P(None, None, "x"), "must be split by different axes"),
+        (P(None, "x"), P(None, None, "x"), "must be split by different axes"),
     ],
 )
 def test_splits_that_would_need_more_communication(of_lhs: P, of_rhs: P, said: str):

@@ -54,7 +54,7 @@ class Split:
 def matmul_partitioning(inputs: MatmulInputs) -> Partitioning | None:
     """The partitioning that the types of the arrays imply; ``None`` without explicit axes.
 
-    Partial results of parts of k, and rows that only one device has matrices for, are summed over the devices. Of a
+    Over axes that split the rows, too, the matrices are gathered, and their gradients are split again. Partial results of parts of k, and rows that only one device has matrices for, are summed over the devices. Of a
     gated op k must be whole: an activation needs the whole sum.
 
     Raises:
@@ -131,7 +131,8 @@ def _split(inputs: MatmulInputs) -> Split:
     k_axis, matrix_axis = inputs.k_axes
     rows = list(typed_axes(inputs.lhs))
     k = rows.pop(k_axis)
-    *stacked, first, second = typed_axes(inputs.rhs)
+    of_rows = {name for axes in rows for name in axis_names(axes)}
+    *stacked, first, second = (_without(axes, of_rows) for axes in typed_axes(inputs.rhs))
     other_k, n = (second, first) if matrix_axis else (first, second)
     if inputs.up is not None and (typed_axes(inputs.up) != typed_axes(inputs.rhs) or (k, other_k) != (None, None)):
         raise ValueError(f"gate and up must be split alike, and k be whole ({described}); reshard them first")
@@ -142,6 +143,12 @@ def _split(inputs: MatmulInputs) -> Split:
     if len(set(used)) < len(used):
         raise ValueError(f"dimensions must be split by different axes ({described}); reshard an operand first")
     return split
+
+
+def _without(axes: Any, names: set[str]) -> Any:
+    """The axes of a dimension of a matrix that split no rows: of each of the others a device needs the whole."""
+    kept = tuple(name for name in axis_names(axes) if name not in names)
+    return axes if len(kept) == len(axis_names(axes)) else kept or None
 
 
 def _check_scales(inputs: MatmulInputs, split: Split, sizes: Any) -> None:
