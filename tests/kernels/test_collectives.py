@@ -81,7 +81,8 @@ class Split:
         total, forward = self._counted(both, tuple(s for _, s in self.operands)), self.counts(False)
         return {name: total[name] - forward.get(name, 0) for name in total if total[name] > forward.get(name, 0)}
 
-    def _counted(self, function: Callable[..., Any], gradients: tuple[P, ...] | None = None) -> dict[str, int]:
+    def compiled(self, function: Callable[..., Any], gradients: tuple[P, ...] | None = None) -> str:
+        """The text of the compiled program."""
         mesh = jax.make_mesh((SHARDS,), ("s",), axis_types=(self.axis_type,), devices=jax.devices()[:SHARDS])
         structs = [
             *(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, s)) for shape, s in self.operands),
@@ -92,9 +93,12 @@ class Split:
             out = self.out if gradients is None else (self.out, gradients)
             function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out)
         with jax.set_mesh(mesh):
-            text = jax.jit(function).lower(*structs).compile().as_text()
+            text: str = jax.jit(function).lower(*structs).compile().as_text()
+        return text
+
+    def _counted(self, function: Callable[..., Any], gradients: tuple[P, ...] | None = None) -> dict[str, int]:
         found: collections.Counter[str] = collections.Counter()
-        for result, name in COLLECTIVE.findall(text):
+        for result, name in COLLECTIVE.findall(self.compiled(function, gradients)):
             # XLA may sum several arrays by one all-reduce, also one of the forward and one of the backward pass.
             found[name] += result.count("[") if name == "all-reduce" else 1
         return dict(found)
