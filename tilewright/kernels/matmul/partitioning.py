@@ -54,8 +54,9 @@ class Split:
 def matmul_partitioning(inputs: MatmulInputs) -> Partitioning | None:
     """The partitioning that the types of the arrays imply; ``None`` without explicit axes.
 
-    Over axes that split the rows, too, the matrices are gathered, and their gradients are split again. Partial results of parts of k, and rows that only one device has matrices for, are summed over the devices. Of a
-    gated op k must be whole: an activation needs the whole sum.
+    Over axes that split the rows, too, the matrices are gathered, and their gradients are split again. Partial results
+    of parts of k, and rows that only one device has matrices for, are summed over the devices. Of a gated op k must be
+    whole: an activation needs the whole sum.
 
     Raises:
       ValueError: two dimensions are split by the same axis, or one in two ways, or k of a gated op is split.
