@@ -25,6 +25,7 @@ from tilewright.ops.kernel.kernel import DEFAULT_EXECUTOR, Invocation, Kernel, c
 from tilewright.ops.kernel.optional import gradient_form
 from tilewright.ops.kernel.prepared import prepare, prepared
 from tilewright.ops.lowering import derivatives as derivatives  # the rules by which JAX differentiates calls
+from tilewright.ops.lowering import split_calls as split_calls  # and those by which XLA splits them
 from tilewright.ops.lowering.call import Selector, apply, apply_backward
 from tilewright.ops.lowering.found_calls import FoundCall, backward_calls, found_calls
 from tilewright.ops.lowering.programs import Program, Programs

@@ -19,8 +19,9 @@ from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.config.tuner import Tuner
 from tilewright.ops.executor import Executor, ExplainedChoice, default_executor
 from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.kernel.splitting import AUTOMATIC
 from tilewright.ops.lowering.labels import find_labels_in_lowered, is_call_label, parse_label
-from tilewright.ops.lowering.partitioned import AUTOMATIC, Parts
+from tilewright.ops.lowering.partitioned import Parts
 from tilewright.ops.lowering.propagation import split_places
 from tilewright.ops.tuning.confirming import check_confirmable, confirmed
 from tilewright.ops.tuning.events import Event

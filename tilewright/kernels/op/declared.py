@@ -4,19 +4,20 @@ Equations of a primitive that is never lowered stand for what a backend computes
 over devices, outputs, gradients by argument) is traced as it runs, under any transformation, in a few equations.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Never
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.inputs import OpInputs
 from tilewright.kernels.op.sharding import typed_axes
+from tilewright.ops.kernel.arrays import result_like
 from tilewright.ops.types import Device, Direction
 
 declared_p = Primitive("tilewright_declared")
@@ -39,18 +40,6 @@ def _abstract_eval(
     return [
         result_like(avals, (*sizes, *shape), dtype, spec) for (shape, dtype), spec in zip(types, specs, strict=True)
     ]
-
-
-def result_like(
-    operands: Sequence[jax.core.ShapedArray], shape: tuple[int, ...], dtype: Any, spec: PartitionSpec
-) -> jax.core.ShapedArray:
-    """The type of a result on the mesh of the operands' types, varying over the manual axes over which any does."""
-    meshes = (mesh for x in operands if not (mesh := x.sharding.mesh).empty)
-    mesh = next(meshes, jax.sharding.get_abstract_mesh())
-    varying = frozenset[str]().union(*(x.manual_axis_type.varying for x in operands))
-    result = jax.core.ShapedArray(shape, dtype, sharding=NamedSharding(mesh, spec))
-    kind = type(result.manual_axis_type)
-    return result.update(manual_axis_type=kind(varying=varying)) if varying else result
 
 
 declared_p.def_abstract_eval(_abstract_eval)

@@ -20,8 +20,7 @@ from tilewright.kernels.op.inputs import OpInputs
 from tilewright.kernels.op.op import Op
 from tilewright.kernels.op.sharding import Partitioning, backward_locally, explicit_mesh, forward_locally
 from tilewright.ops.kernel.kernel import Invocation, errors_naming
-from tilewright.ops.lowering.call import Selector
-from tilewright.ops.lowering.partitioned import AUTOMATIC
+from tilewright.ops.kernel.splitting import AUTOMATIC
 
 
 class Portfolio[Inputs: OpInputs, Results](ChoosingOp[Inputs, Results], abc.ABC):
@@ -49,7 +48,7 @@ class Portfolio[Inputs: OpInputs, Results](ChoosingOp[Inputs, Results], abc.ABC)
         forward = functools.partial(backend.forward, params=cfg.params)
         return cast(Results, forward_locally(forward, self._partitioning(inputs, backend.platform), inputs))
 
-    def automatic_cfg(self, selector: Selector) -> Choice | None:
+    def automatic_cfg(self, selector: Any) -> Choice | None:
         return Choice(AUTOMATIC, selector) if self._says_how_it_is_split else None
 
     def part_results(self, inputs: Inputs, *, cfg: Choice) -> Results:
@@ -145,7 +144,7 @@ class PortfolioKernel[Inputs: OpInputs, Results](Portfolio[Inputs, Results], abc
         return {name: found[name] for name in inputs.gradients}
 
     def _gradients(self, inputs: Inputs, residuals: Any, cotangents: Any, cfg: Choice) -> dict[str, Any]:
-        """Those of the chosen backend, from the cotangents of its results."""
+        """The gradients of the chosen backend, from the cotangents of its results."""
         backend = self._backend(cfg)
         backward = functools.partial(backend.backward, params=cfg.params)
         return backward_locally(backward, self._partitioning(inputs, backend.platform), inputs, residuals, cotangents)

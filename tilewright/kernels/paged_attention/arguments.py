@@ -78,6 +78,18 @@ def page_table_array(page_table: object, sequences: int, name: str = "page_table
     return integers(name, page_table, (sequences, None), f"[sequences, pages_per_sequence] with {sequences=}")
 
 
+def moved_pages(page_table: Any, page_offset: object) -> Any:
+    """The table with an offset added to its pages; negative entries name no page and stay."""
+    if page_offset is None:
+        return page_table
+    offset = integers("page_offset", page_offset, (), "an integer or a scalar array of integers")
+    if page_table is None:
+        raise ValueError("page_offset moves the pages of a table, and this call has none")
+    if isinstance(offset, jax.ShapeDtypeStruct):
+        return page_table
+    return apply(lambda table: jnp.where(table < 0, table, table + offset), page_table)
+
+
 def scale_array(name: str, scale: object, cache: jax.Array | None) -> Any:
     """Scales as float32 of rank 3, broadcastable to ``[num_pages, page_size, kv_heads]``; ``None`` without scales."""
     if scale is None:

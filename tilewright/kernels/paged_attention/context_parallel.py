@@ -41,6 +41,7 @@ def context_parallel_page_attention(
     logits_soft_cap: float | None = None,
     softmax_aux: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
+    page_offset: ArrayLike | None = None,
     return_lse: bool = False,
     platform: PlatformOption = None,
 ) -> Any:
@@ -73,6 +74,7 @@ def context_parallel_page_attention(
       logits_soft_cap: ``c · tanh(logits / c)`` after scale and slopes.
       softmax_aux: sinks, ``[heads]`` or ``[heads, n]``, the same on every device; they count once.
       alibi_slopes: ``[heads]``; times (key position − query position) they are added to the logits.
+      page_offset: added to the pages of the table that are not negative, as in ``page_attention``.
       return_lse: also return the natural log-sum-exp of the logits.
       platform: as in ``page_attention``, of each device's call.
 
@@ -96,7 +98,7 @@ def context_parallel_page_attention(
         given = None if cum_q_lens is not None else tokens
         lengths = arguments.lengths_array("kv_lengths", kv_lengths, given)
         sequences = lengths.shape[0]
-        table = arguments.page_table_array(page_table, sequences)
+        table = arguments.moved_pages(arguments.page_table_array(page_table, sequences), page_offset)
         bounds = None if cum_q_lens is None else arguments.boundaries_array("cum_q_lens", cum_q_lens, sequences)
         is_causal = flag("causal", causal)
         left, right = arguments.window_sides(sliding_window, is_causal)
@@ -145,6 +147,7 @@ def context_parallel_mla_decode(
     logits_soft_cap: float | None = None,
     softmax_aux: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
+    page_offset: ArrayLike | None = None,
     return_lse: bool = False,
     platform: PlatformOption = None,
 ) -> Any:
@@ -169,6 +172,7 @@ def context_parallel_mla_decode(
       logits_soft_cap: as in ``mla_decode``.
       softmax_aux: sinks, ``[heads]`` or ``[heads, n]``, the same on every device; they count once.
       alibi_slopes: as in ``mla_decode``.
+      page_offset: added to the pages of the table that are not negative, as in ``page_attention``.
       return_lse: also return the natural log-sum-exp of the logits.
       platform: as in ``mla_decode``, of each device's call.
 
@@ -189,7 +193,7 @@ def context_parallel_mla_decode(
         queries = arguments.query_array(query, (3, 4), layout)
         latents = as_array("latent_pages", latent_pages)
         *leading, heads, head_dim = queries.shape
-        table = arguments.page_table_array(page_table, leading[0])
+        table = arguments.moved_pages(arguments.page_table_array(page_table, leading[0]), page_offset)
         kv_lengths = arguments.lengths_array("lengths", lengths, leading[0])
         is_causal = flag("causal", causal)
         left, right = arguments.window_sides(sliding_window, is_causal)
@@ -231,6 +235,7 @@ def context_parallel_update_pages(
     axis_name: AxisName,
     key_scale: ArrayLike | None = None,
     value_scale: ArrayLike | None = None,
+    page_offset: ArrayLike | None = None,
     platform: PlatformOption = None,
 ) -> Any:
     """``update_pages`` of pages split over a mesh axis, inside ``jax.shard_map``, without communication.
@@ -248,6 +253,7 @@ def context_parallel_update_pages(
       axis_name: the axis of the surrounding ``shard_map`` over which pages are split, or several.
       key_scale: as in ``update_pages``, of this device's pages.
       value_scale: likewise.
+      page_offset: added to the pages of the table that are not negative, as in ``page_attention``.
       platform: as in ``update_pages``.
 
     Returns:
@@ -260,7 +266,8 @@ def context_parallel_update_pages(
     with errors_naming_function("context_parallel_update_pages"):
         split = SplitPages.of(axis_name)
         sequences = arguments.lengths_array("kv_lengths", kv_lengths, None).shape[0]
-        own = split.sparse_table(arguments.page_table_array(page_table, sequences))
+        table = arguments.moved_pages(arguments.page_table_array(page_table, sequences), page_offset)
+        own = split.sparse_table(table)
         return update_pages(
             key_pages, value_pages, key, value, own, kv_lengths, cum_q_lens,
             key_scale=key_scale, value_scale=value_scale, platform=platform,

@@ -89,6 +89,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
         query, scale = scaled(query, given["softmax_scale"])
         packed = reshape(query, (math.prod(leading), heads, head_dim))
         left, right = arguments.window_sides(given["sliding_window"], flag("causal", causal))
+        page_table = arguments.moved_pages(page_table, given["page_offset"])
         new_key, new_value = (None, None)
         if new is not None:
             new_key, new_value = arguments.new_tokens(*new, key, value, packed.shape[0])

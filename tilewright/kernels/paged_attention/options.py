@@ -50,6 +50,8 @@ class CallOptions(TypedDict, total=False):
 
     Args:
       alibi_slopes: ``[heads]``; times (key position − query position) they are added to the logits (arXiv 2108.12409).
+      page_offset: added to the pages of the table that are not negative: an integer or a scalar array, such as the
+        first page of a layer in a pool of all layers' pages. Scales of pages are those of the whole pool.
       return_lse: also return the natural log-sum-exp of the logits, float32, in the query's shape without its last
         dimension.
       platform: None or "auto" takes the best that can serve the call; a name (or several, in order of preference) is
@@ -58,6 +60,7 @@ class CallOptions(TypedDict, total=False):
     """
 
     alibi_slopes: ArrayLike | None
+    page_offset: ArrayLike | None
     return_lse: bool
     platform: PlatformOption
     cfg: Any

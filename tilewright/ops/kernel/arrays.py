@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 ARRAY_TYPES = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 """The types that are operands of a call. A NumPy scalar is static, like Python's numbers."""
@@ -158,3 +159,15 @@ def explicit_sharding(aval: object) -> jax.sharding.NamedSharding | None:
     if sharding is None or sharding.mesh.empty or all(axes is None for axes in sharding.spec):
         return None
     return sharding
+
+
+def result_like(
+    operands: Sequence[jax.core.ShapedArray], shape: tuple[int, ...], dtype: Any, spec: PartitionSpec
+) -> jax.core.ShapedArray:
+    """The type of a result on the mesh of the operands' types, varying over the manual axes over which any does."""
+    meshes = (mesh for x in operands if not (mesh := x.sharding.mesh).empty)
+    mesh = next(meshes, jax.sharding.get_abstract_mesh())
+    varying = frozenset[str]().union(*(x.manual_axis_type.varying for x in operands))
+    result = jax.core.ShapedArray(shape, dtype, sharding=NamedSharding(mesh, spec))
+    kind = type(result.manual_axis_type)
+    return result.update(manual_axis_type=kind(varying=varying)) if varying else result

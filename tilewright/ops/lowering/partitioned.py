@@ -32,12 +32,10 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from tilewright.ops.config.agreement import run_by
+from tilewright.ops.kernel.splitting import Dimensions
 from tilewright.ops.lowering.mlir_modules import Value
 
 logger = logging.getLogger(__name__)
-
-AUTOMATIC = "automatic"
-"""In the label of a call that is split, in place of the step that chose its config: parts choose their own."""
 
 TARGET = "tilewright.partitioned"
 """The name of the operation in a program."""
@@ -45,9 +43,6 @@ TARGET = "tilewright.partitioned"
 type Tiling = Sequence[Sequence[tuple[int, int]]]
 """The split of an array over devices in a row: for each dimension the sizes and strides of the axes that split it,
 major first."""
-
-type Dimensions = tuple[str | None, ...]
-"""The factor of each dimension of an array; ``None`` for one that every device needs whole."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How Shardy will split the calls of a lowered program, found without compiling it, for devices that may be absent."""
+"""The split of calls of a lowered program as Shardy will choose it, without compiling, also for absent devices."""
 
 import dataclasses
 import math

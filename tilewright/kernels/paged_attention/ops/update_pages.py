@@ -60,6 +60,7 @@ class UpdatePages(InferenceKernel[WriteInputs, Cache]):
         *,
         key_scale: ArrayLike | None = None,
         value_scale: ArrayLike | None = None,
+        page_offset: ArrayLike | None = None,
         platform: PlatformOption = None,
         cfg: Any = None,
     ) -> WriteInputs:
@@ -78,7 +79,7 @@ class UpdatePages(InferenceKernel[WriteInputs, Cache]):
             check_split_by_heads(keys)
         lengths = arguments.lengths_array("kv_lengths", kv_lengths, None)
         sequences = lengths.shape[0]
-        table = arguments.page_table_array(page_table, sequences)
+        table = arguments.moved_pages(arguments.page_table_array(page_table, sequences), page_offset)
         new, new_value = arguments.new_tokens(new, value, keys, values, sequences if cum_q_lens is None else None)
         if table.shape[1] == 0 and new.shape[0]:
             raise ValueError(f"a page table without columns has no page to write to: {table.shape=}")
@@ -174,6 +175,8 @@ def update_pages(*args: Any, **kwargs: Any) -> Any:
       key_scale: a number, or broadcastable to ``[num_pages, page_size, kv_heads]`` with rank 3. Where it has a scale
         for each token, those of the new tokens are computed and stored; else it is what tokens are divided by.
       value_scale: likewise.
+      page_offset: added to the pages of the table that are not negative: an integer or a scalar array, such as the
+        first page of a layer in a pool of all layers' pages.
       platform: None or "auto" takes the best that can serve the call; a name (or several, in order of preference) is
         strict.
       cfg: a config to use instead of the selected one.
