@@ -10,6 +10,7 @@ program with one is never found in JAX's cache of compiled programs; and it need
 lowered, which JAX tells only to primitives that it finds in the outermost program.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -21,6 +22,7 @@ import jax
 import numpy as np
 from jax._src import core as jax_core
 from jax._src import xla_bridge
+from jax._src.config import _check_vma
 from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir
 from jax._src.interpreters import mlir as jax_mlir
 from jax._src.lib import xla_client
@@ -29,7 +31,7 @@ from jax._src.lib.mlir.dialects import hlo
 from jax._src.sharding_impls import SPMDAxisContext
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from tilewright.ops.config.agreement import run_by
 from tilewright.ops.kernel.splitting import Dimensions
@@ -236,20 +238,31 @@ def _partition(arg_shapes: Any, arg_shardings: Any, result_shape: Any, result_sh
         for x, spec in zip(pending.call.operand_types, parts.operands, strict=True)
     ]
     x64, precision = pending.settings
-    axes = mesh.shape.items()
     devices = pending.devices or None
-    with jax.enable_x64(x64), jax.default_matmul_precision(precision), run_by(lambda: devices):
-        jaxpr = jax.make_jaxpr(parts.function, axis_env=list(axes))(*structs)
-        with jax_core.extend_axis_env_nd(axes):
-            module = jax_mlir.build_mlir_module_helper(
-                jaxpr,
-                name="part",
-                platforms=pending.platforms,
-                backend=None,
-                axis_context=SPMDAxisContext(cast(Any, mesh), frozenset(mesh.axis_names)),
-            )
+    with on_device(mesh), jax.enable_x64(x64), jax.default_matmul_precision(precision), run_by(lambda: devices):
+        module = jax_mlir.build_mlir_module_helper(
+            jax.make_jaxpr(parts.function)(*structs),
+            name="part",
+            platforms=pending.platforms,
+            backend=None,
+            axis_context=SPMDAxisContext(cast(Any, mesh), frozenset(mesh.axis_names)),
+        )
     packed = xla_client.HloSharding.tuple_sharding(result_shape, results) if is_tuple else results[0]
     return jax_mlir.module_to_bytecode(module), operands, packed
+
+
+@contextlib.contextmanager
+def on_device(mesh: AbstractMesh) -> Iterator[None]:
+    """A context for tracing and lowering what a device does: as inside of a ``shard_map`` with unchecked types."""
+    around = jax.sharding.get_abstract_mesh()
+    manual = AbstractMesh(
+        mesh.axis_sizes,
+        mesh.axis_names,
+        axis_types=(AxisType.Manual,) * len(mesh.axis_names),
+        abstract_device=around.abstract_device,
+    )
+    with jax.sharding.use_abstract_mesh(manual), jax_core.extend_axis_env_nd(mesh.shape.items()), _check_vma(False):
+        yield
 
 
 @functools.lru_cache(maxsize=1024)

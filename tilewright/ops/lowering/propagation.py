@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax._src import core as jax_core
 from jax._src.interpreters import mlir as jax_mlir
 from jax._src.lib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy
@@ -73,7 +72,7 @@ def _place(operation: Any, meshes: dict[str, Any]) -> SplitPlace:
         jax.ShapeDtypeStruct(partitioned.part_shape(aval.shape, spec, mesh), aval.dtype)
         for aval, spec in zip(call.operand_types, parts.operands, strict=True)
     ]
-    with jax_core.extend_axis_env_nd(mesh.shape.items()):
+    with partitioned.on_device(mesh):
         return SplitPlace(name, parts, tuple(found_calls(parts.function, structs)))
 
 
