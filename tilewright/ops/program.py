@@ -1,9 +1,11 @@
 """Finds, tunes and explains every kernel call of a whole program, by the labels in its lowered text."""
 
+import collections
 import contextlib
 import dataclasses
 import html
 import numbers
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -21,6 +23,7 @@ from tilewright.ops.executor import Executor, ExplainedChoice, default_executor
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.splitting import AUTOMATIC
 from tilewright.ops.lowering.labels import find_labels_in_lowered, is_call_label, parse_label
+from tilewright.ops.lowering.occurrences import walk
 from tilewright.ops.lowering.partitioned import Parts
 from tilewright.ops.lowering.propagation import split_places
 from tilewright.ops.tuning.confirming import check_confirmable, confirmed
@@ -28,6 +31,9 @@ from tilewright.ops.tuning.events import Event
 from tilewright.ops.tuning.tuning import DEFAULT_CALL_S, Autotuner
 from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.target import active_target
+
+_EXTRA = re.compile(r"\(extra (\w+)\)|tilewright\[(\w+)\]")
+"""The extra of this package that a reason against a backend names."""
 
 
 def lower(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> jax.stages.Lowered:
@@ -116,11 +122,13 @@ class _Found:
     Attributes:
       explicit: the config that the caller gave, if any.
       parts: the split over automatic mesh axes of the call that this one is a device's part of.
+      times: the number of times that a run of the program runs it.
     """
 
     inv: Invocation[Any, Any]
     explicit: Any = None
     parts: Parts | None = None
+    times: int = 1
 
 
 def _found(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[_Found]:
@@ -128,13 +136,27 @@ def _found(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -
     lowered = lower(fn, args, kwargs)
     labels = {text: parse_label(text) for text in find_labels_in_lowered(lowered) if is_call_label(text)}
     places = split_places(lowered) if any(label.step == AUTOMATIC for label in labels.values()) else []
+    times = _times(lowered)
     found = list[_Found]()
     for text, label in labels.items():
         if label.step == AUTOMATIC:
             of_call = [place for place in places if place.name.startswith(text)]
-            found += [_Found(each.inv, each.cfg, place.parts) for place in of_call for each in place.calls]
+            found += [_Found(x.inv, x.cfg, place.parts, place.times) for place in of_call for x in place.calls]
         else:
-            found.append(_Found(label.invocation(), label.config if label.step == "explicit" else None))
+            explicit = label.config if label.step == "explicit" else None
+            found.append(_Found(label.invocation(), explicit, times=times.get(text, 1)))
+    return found
+
+
+def _times(lowered: jax.stages.Lowered) -> collections.Counter[str]:
+    """How often a run of a program runs each call, by label."""
+    module: Any = lowered.compiler_ir("stablehlo")
+    found: collections.Counter[str] = collections.Counter()
+    for operation, times in walk(module):
+        if operation.name == "func.call":
+            # The name of a function is its label, and maybe a number behind the last dot of that.
+            name = operation.attributes["callee"].value
+            found[name[: name.rfind(".") + 1]] += times
     return found
 
 
@@ -258,6 +280,7 @@ class ExplainedCall:
       split: if it is a device's part of a call that is split over automatic mesh axes: into how many parts each operand
         is split along each dimension.
       gathered: operands of which each device needs more than it has, and along which dimension.
+      times: the number of times that a run of the program runs it; a loop whose steps are unknown counts as one.
     """
 
     op: str
@@ -265,6 +288,7 @@ class ExplainedCall:
     choice: ExplainedChoice
     split: str = ""
     gathered: tuple[str, ...] = ()
+    times: int = 1
 
     @property
     def direction(self) -> str:
@@ -281,8 +305,9 @@ class ExplainedCall:
     def __str__(self) -> str:
         choice = self.choice
         time = "not measured" if choice.time_ms is None else f"{choice.time_ms:.3f} ms"
+        times = f" × {self.times}" if self.times > 1 else ""
         lines = [
-            f"{self.op} {self.direction}: {describe_config(choice.config)}",
+            f"{self.op} {self.direction}{times}: {describe_config(choice.config)}",
             f"  of: {self.arguments}",
             f"  from: {choice.origin} ({time})",
             *([f"  a device's part: {self.split or 'all of it'}"] if self.split or self.gathered else []),
@@ -307,7 +332,26 @@ class ProgramExplanation:
         return self.calls[index]
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.calls)) or "no call of a kernel of tilewright"
+        return "\n".join([*map(str, self.calls), *self.summary]) or "no call of a kernel of tilewright"
+
+    @property
+    def summary(self) -> list[str]:
+        """The calls by backend, and the packages that would give some of them another one."""
+        if len(self.calls) < 2:
+            return []
+        backends = collections.Counter(str(call.config).partition("(")[0] for call in self.calls)
+        found = [f"{len(self.calls)} calls: {', '.join(f'{n} on {name}' for name, n in backends.most_common())}"]
+        missing: dict[str, list[str]] = {}
+        for call in self.calls:
+            for name, why in call.choice.rejected.items():
+                extras = {extra for reason in why for groups in _EXTRA.findall(reason) for extra in groups if extra}
+                # Of other reasons no package helps.
+                if extras and all(_EXTRA.search(reason) for reason in why):
+                    missing.setdefault(min(extras), []).append(name)
+        for extra, names in sorted(missing.items()):
+            backend = "/".join(dict.fromkeys(names))
+            found.append(f"pip install 'tilewright[{extra}]' would let {len(names)} of them run on {backend}")
+        return found
 
     def __repr__(self) -> str:
         return str(self)
@@ -355,5 +399,7 @@ def explain(
     for each in _found(fn, args, kwargs):
         inv, choice = each.inv, executor.explain_choice(each.inv, each.explicit)
         call = ExplainedCall(inv.kernel.name, describe_key(inv.key), choice, *_split(each.parts))
-        found[inv.key, describe_config(each.explicit), call.split, call.gathered] = call
+        key = (inv.key, describe_config(each.explicit), call.split, call.gathered)
+        known = found.get(key)
+        found[key] = dataclasses.replace(call, times=each.times + (known.times if known else 0))
     return ProgramExplanation(tuple(found.values()))

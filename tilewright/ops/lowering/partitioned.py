@@ -105,9 +105,10 @@ class Splittable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class _Pending:
-    """A call in a program that is not compiled yet."""
+    """A call in a program that is not compiled yet, which so many devices will run."""
 
     call: Splittable
+    count: int
     platforms: tuple[str, ...]
     devices: tuple[jax.Device, ...]
     settings: tuple[bool, str | None]
@@ -133,7 +134,9 @@ def emit(
     _register()
     module = ctx.module_context
     settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
-    pending = _Pending(call, tuple(ctx.platforms or module.platforms), tuple(devices or ()), settings)
+    pending = _Pending(
+        call, _device_count(module), tuple(ctx.platforms or module.platforms), tuple(devices or ()), settings
+    )
     name = next(each for each in _numbered(name) if _PENDING.setdefault(each, pending) == pending)
     types = [jax_mlir.aval_to_ir_type(module, aval) for aval in ctx.avals_out]
     operation = hlo.CustomCallOp(
@@ -148,6 +151,12 @@ def emit(
     rule = _shardy_rule(call.factors, ctx.avals_in, ctx.avals_out)
     operation.attributes["sdy.sharding_rule"] = sdy_sharding_rule_to_mlir(rule, [x.type for x in operands], types)
     return list(operation.results)
+
+
+def _device_count(module: Any) -> int:
+    """The number of devices of the program that is being lowered."""
+    count: int = module.axis_context.num_devices
+    return count
 
 
 def pending(name: str) -> Any:
@@ -224,7 +233,7 @@ def _partition(arg_shapes: Any, arg_shardings: Any, result_shape: Any, result_sh
     result_shardings = result_sharding.tuple_elements() if is_tuple else [result_sharding]
     shapes = [tuple(shape.dimensions()) for shape in (*arg_shapes, *result_shapes)]
     tilings = [_tiling(sharding) for sharding in (*arg_shardings, *result_shardings)]
-    mesh, specs = decoded(tilings, [len(shape) for shape in shapes])
+    mesh, specs = decoded(tilings, [len(shape) for shape in shapes], pending.count)
     parts = pending.call.parts(mesh, specs[: len(arg_shapes)], specs[len(arg_shapes) :])
     shardings = [
         NamedSharding(mesh, spec)._to_xla_hlo_sharding(len(shape))
@@ -280,13 +289,13 @@ def _infer(arg_shapes: Any, arg_shardings: Any, result_shape: Any, name: bytes) 
     raise NotImplementedError("calls of tilewright are split by Shardy alone (jax_use_shardy_partitioner)")
 
 
-def decoded(tilings: Sequence[Tiling], ranks: Sequence[int]) -> tuple[AbstractMesh, list[PartitionSpec]]:
-    """Splits of arrays as specs over one mesh: the coarsest whose axes express all of them.
+def decoded(tilings: Sequence[Tiling], ranks: Sequence[int], devices: int) -> tuple[AbstractMesh, list[PartitionSpec]]:
+    """Splits of arrays as specs over one mesh of all devices: the coarsest whose axes express all of them.
 
     Raises:
       ValueError: there is none.
     """
-    ends = {1} | {end for t in tilings for dim in t for size, stride in dim for end in (stride, size * stride)}
+    ends = {1, devices} | {end for t in tilings for dim in t for size, stride in dim for end in (stride, size * stride)}
     bounds = sorted(ends, reverse=True)
     if any(big % small for big, small in itertools.pairwise(bounds)):
         raise ValueError(f"no mesh has axes with all of the strides and ends {bounds}")

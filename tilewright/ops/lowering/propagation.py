@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from jaxlib.mlir.dialects import sdy
 
 from tilewright.ops.lowering import partitioned
 from tilewright.ops.lowering.found_calls import FoundCall, found_calls
+from tilewright.ops.lowering.occurrences import walk
 from tilewright.ops.lowering.partitioned import TARGET, Parts, Tiling
 
 _PIPELINE = "builtin.module(sdy-propagation-pipeline)"
@@ -23,11 +23,13 @@ class SplitPlace:
 
     Attributes:
       name: the operation's name, which begins with the label of the whole call.
+      times: the number of times that a run comes there.
       parts: the split.
       calls: those of a device's part, with the calls that their configs make.
     """
 
     name: str
+    times: int
     parts: Parts
     calls: tuple[FoundCall, ...]
 
@@ -39,7 +41,8 @@ def split_places(lowered: jax.stages.Lowered) -> list[SplitPlace]:
         copy = ir.Module.parse(jax_mlir.module_to_bytecode(module))
         passmanager.PassManager.parse(_PIPELINE).run(copy.operation)
         meshes = _meshes(copy)
-        return [_place(op, meshes) for op in _operations(copy.operation) if _is_split(op)]
+        devices = max(math.prod(axis.size for axis in map(sdy.MeshAxisAttr, x.axes)) for x in meshes.values())
+        return [_place(op, times, meshes, devices) for op, times in walk(copy) if _is_split(op)]
 
 
 def _meshes(module: Any) -> dict[str, Any]:
@@ -47,24 +50,16 @@ def _meshes(module: Any) -> dict[str, Any]:
     return {each["sym_name"].value: sdy.MeshAttr(each["mesh"]) for each in found}
 
 
-def _operations(operation: Any) -> Iterator[Any]:
-    for region in operation.regions:
-        for block in region:
-            for each in block.operations:
-                yield each.operation
-                yield from _operations(each.operation)
-
-
 def _is_split(operation: Any) -> bool:
     return bool(operation.name == "stablehlo.custom_call" and operation.attributes["call_target_name"].value == TARGET)
 
 
-def _place(operation: Any, meshes: dict[str, Any]) -> SplitPlace:
+def _place(operation: Any, times: int, meshes: dict[str, Any], devices: int) -> SplitPlace:
     name = operation.attributes["backend_config"].value
     values = [*operation.operands, *operation.results]
     tilings = [_tiling(_sharding(value), meshes) for value in values]
     shapes = [tuple(value.type.shape) for value in values]
-    mesh, specs = partitioned.decoded(tilings, [len(shape) for shape in shapes])
+    mesh, specs = partitioned.decoded(tilings, [len(shape) for shape in shapes], devices)
     call = partitioned.pending(name).call
     count = len(operation.operands)
     parts = call.parts(mesh, specs[:count], specs[count:])
@@ -73,7 +68,7 @@ def _place(operation: Any, meshes: dict[str, Any]) -> SplitPlace:
         for aval, spec in zip(call.operand_types, parts.operands, strict=True)
     ]
     with partitioned.on_device(mesh):
-        return SplitPlace(name, parts, tuple(found_calls(parts.function, structs)))
+        return SplitPlace(name, times, parts, tuple(found_calls(parts.function, structs)))
 
 
 def _sharding(value: Any) -> Any:
