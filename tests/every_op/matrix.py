@@ -46,6 +46,27 @@ def without_builds() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def strict_promotion() -> Iterator[None]:
+    """What many programs and test suites set: neither ranks nor dtypes are promoted without a word."""
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@contextlib.contextmanager
+def debugging() -> Iterator[None]:
+    """What a program that is searched for its mistakes sets."""
+    with jax.debug_nans(True), jax.enable_checks(True):
+        yield
+
+
+SETTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "strict_promotion": strict_promotion,
+    "debugging": debugging,
+}
+"""Settings of JAX under which every op gives what it gives without them; x64, with dtypes of its own, is apart."""
+
+
 @dataclasses.dataclass(frozen=True)
 class OpCall:
     """One call of an op's public function: its arrays, and the options that are not arrays."""

@@ -1,7 +1,8 @@
-"""Cases of the conformance suites with ``jax_enable_x64`` on: results as without; on an H100 every implementation."""
+"""Cases of the conformance suites with ``jax_enable_x64`` on, or no promotion: results as without; on an H100, too."""
 
 import dataclasses
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import tilewright
-from tests.every_op.matrix import OpCall
+from tests.every_op.matrix import OpCall, strict_promotion
 from tests.every_op.test_x64 import every_implementation_lowers
 from tests.kernels.flash_attention import conformance as of_attention
 from tests.kernels.paged_attention import conformance as of_serving
@@ -58,10 +59,10 @@ def serving_call(name: str) -> OpCall:
     return OpCall(op, *case.arguments())
 
 
-def results_are_those_without(call: OpCall) -> None:
+def results_are_those_without(call: OpCall, setting: AbstractContextManager[None] | None = None) -> None:
     function, arrays = call.training()
     wanted = jax.jit(function)(*arrays)
-    with jax.enable_x64(True):
+    with setting or jax.enable_x64(True):
         got = jax.jit(function)(*arrays)
     assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(wanted)]
     jax.tree.map(
@@ -77,6 +78,16 @@ def test_attention_gives_what_it_gives_without(name: str):
 @serving_cases
 def test_serving_gives_what_it_gives_without(name: str):
     results_are_those_without(serving_call(name))
+
+
+@attention_cases
+def test_attention_gives_what_it_gives_without_strict_promotion(name: str):
+    results_are_those_without(attention_call(name), strict_promotion())
+
+
+@serving_cases
+def test_serving_gives_what_it_gives_without_strict_promotion(name: str):
+    results_are_those_without(serving_call(name), strict_promotion())
 
 
 @attention_cases

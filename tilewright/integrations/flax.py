@@ -9,6 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from tilewright.kernels.op.arguments import PlatformLike, PrecisionLike
 from tilewright.modules import flash_attention
+from tilewright.ops.utils.promotion import default_promotion
 
 
 def dot_product_attention(
@@ -106,6 +107,7 @@ def _refuse(**options: Any) -> None:
             )
 
 
+@default_promotion()
 def _promoted(arrays: Sequence[jax.Array], dtype: DTypeLike | None) -> list[jax.Array]:
     """The arrays in one floating-point dtype."""
     if dtype is None:

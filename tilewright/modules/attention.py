@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from tilewright.kernels.flash_attention.context_parallel import context_parallel_attention
 from tilewright.kernels.flash_attention.distributed.layout import unzigzag, zigzag
 from tilewright.kernels.flash_attention.op import FlashAttention, flash_attention
+from tilewright.ops.utils.promotion import default_promotion
 
 __all__ = [
     "FlashAttention",
@@ -86,6 +87,7 @@ def dot_product_attention(
     return out.reshape(out_shape), residual.reshape(out_shape[:-1])
 
 
+@default_promotion()
 def _window_and_mask(window: Any, mask: Any, q_length: int, kv_length: int) -> tuple[Any, Any]:
     """An equivalent window without negative sides, and the mask that takes their place."""
     sides = window if isinstance(window, tuple | list) else (window, window)
@@ -99,7 +101,7 @@ def _window_and_mask(window: Any, mask: Any, q_length: int, kv_length: int) -> t
         inside &= distance >= -left
     if right is not None:
         inside &= distance <= right
-    return None, jnp.asarray(inside) if mask is None else jnp.logical_and(mask, inside)
+    return None, jnp.asarray(inside) if mask is None else jnp.logical_and(jnp.asarray(mask), inside)
 
 
 _NAMES = {

@@ -26,6 +26,7 @@ from tilewright.kernels.op.roofline import Cost
 from tilewright.kernels.op.sharding import AxisName, Partitioning, devices_along, gathered
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.types import Direction
+from tilewright.ops.utils.promotion import default_promotion
 
 
 class VocabularyLoss[Inputs: VocabularyInputs](PortfolioKernel[Inputs, LossResults], abc.ABC):
@@ -65,10 +66,11 @@ class VocabularyLoss[Inputs: VocabularyInputs](PortfolioKernel[Inputs, LossResul
         axis_name = given.get("axis_name")
         if axis_name is None:
             return None
-        inputs = self.prepare(*args, **kwargs)
+        (inputs,), _ = self.bind(args, kwargs)
         inputs = self.whole(inputs, given, inputs.vocab * devices_along(axis_name, "vocabulary"))
         return functools.partial(self._of_parts, cfg, inputs, axis_name)
 
+    @default_promotion()
     def _of_parts(self, cfg: Any, inputs: Inputs, axis_name: AxisName) -> Any:
         """The loss over a vocabulary that is split over a mesh axis, from each device's statistics.
 

@@ -30,6 +30,7 @@ from tilewright.kernels.op.sharding import (
     vary_over,
     varying_axes,
 )
+from tilewright.ops.utils.promotion import default_promotion
 
 
 def _token_axes(inputs: VocabularyInputs, arrays: dict[str, Any]) -> tuple[PartitionSpec, tuple[str, ...]]:
@@ -164,6 +165,7 @@ def _of_all_devices(x: jax.Array, axes: frozenset[str]) -> Any:
     return vary_over(axes, x)
 
 
+@default_promotion()
 def _of_all_devices_backward(axes: frozenset[str], _: None, gradient: jax.Array) -> tuple[jax.Array]:
     wide = gradient.astype(accumulation_dtype(gradient.dtype))
     return (lax.psum(wide, tuple(sorted(axes))).astype(gradient.dtype),)

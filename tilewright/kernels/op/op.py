@@ -19,6 +19,7 @@ from tilewright.kernels.op.sharding import Partitioning, leading_partitioning
 from tilewright.ops.kernel.kernel import Invocation, Kernel
 from tilewright.ops.kernel.parts import Arguments
 from tilewright.ops.types import Direction
+from tilewright.ops.utils.promotion import default_promotion
 
 
 class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
@@ -45,6 +46,12 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
     takes_near_shapes = False
     always: ClassVar[tuple[str, ...]] = ()
     differentiable: ClassVar[bool]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Here and not by a decorator on each op, which could forget it; backends are called in a context of their own.
+        if "reference" in vars(cls):
+            cls.reference = default_promotion()(cls.reference)  # type: ignore[method-assign]
 
     def __init__(self, name: str, *, version: str, backends: Sequence[str]):
         """Backends are given as ``"module:Class"``: a module is imported when its backend is first needed."""
@@ -124,7 +131,8 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
         """The inputs of a call; inputs in place of arguments are a call that was prepared before."""
         if len(args) == 1 and not kwargs and isinstance(args[0], OpInputs):
             return tuple(args), {}
-        return (self.prepare(*args, **kwargs),), {}
+        with default_promotion():
+            return (self.prepare(*args, **kwargs),), {}
 
     def named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
         return list(args[0].arrays.items())
@@ -158,8 +166,10 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
         """The abstract outputs of a call, computed once."""
         if "outputs" not in inv.memo:
             inputs = self.inputs_of(inv)
-            inv.memo["outputs"] = jax.eval_shape(self.outputs, inputs, self.results(inputs))
+            with default_promotion():
+                inv.memo["outputs"] = jax.eval_shape(self.outputs, inputs, self.results(inputs))
         return inv.memo["outputs"]
 
     def sample_inputs(self, inv: Invocation[Choice, Any], key: jax.Array) -> Arguments:
-        return (self.sampled(inv.abstract_args[0], key),), {}
+        with default_promotion():
+            return (self.sampled(inv.abstract_args[0], key),), {}

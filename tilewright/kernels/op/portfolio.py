@@ -4,6 +4,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 
@@ -21,6 +22,7 @@ from tilewright.kernels.op.op import Op
 from tilewright.kernels.op.sharding import Partitioning, backward_locally, explicit_mesh, forward_locally
 from tilewright.ops.kernel.kernel import Invocation, errors_naming
 from tilewright.ops.kernel.splitting import AUTOMATIC
+from tilewright.ops.utils.promotion import default_promotion
 
 
 class Portfolio[Inputs: OpInputs, Results](ChoosingOp[Inputs, Results], abc.ABC):
@@ -38,7 +40,7 @@ class Portfolio[Inputs: OpInputs, Results](ChoosingOp[Inputs, Results], abc.ABC)
         return DECLARED if self._says_how_it_is_split or not is_split else None
 
     def run(self, inputs: Inputs, *, cfg: Choice) -> Any:  # type: ignore[override]
-        with without_x64(inputs):
+        with own_settings(inputs):
             inputs = self.completed(inputs)
             return self.outputs(inputs, self.forward_results(inputs, cfg))
 
@@ -52,7 +54,7 @@ class Portfolio[Inputs: OpInputs, Results](ChoosingOp[Inputs, Results], abc.ABC)
         return Choice(AUTOMATIC, selector) if self._says_how_it_is_split else None
 
     def part_results(self, inputs: Inputs, *, cfg: Choice) -> Results:
-        with without_x64(inputs):
+        with own_settings(inputs):
             return self.forward_results(inputs, cfg)
 
     def _backend(self, cfg: Choice) -> Backend[Any, Any, Any, Any]:
@@ -118,7 +120,7 @@ class PortfolioKernel[Inputs: OpInputs, Results](Portfolio[Inputs, Results], abc
         )
 
     def forward_with_residuals(self, inputs: Inputs, *, cfg: Choice) -> tuple[Any, Any]:
-        with without_x64(inputs):
+        with own_settings(inputs):
             inputs = self.completed(inputs)
             results = self.forward_results(inputs, cfg)
             return self.outputs(inputs, results), self.residuals(results)
@@ -132,14 +134,14 @@ class PortfolioKernel[Inputs: OpInputs, Results](Portfolio[Inputs, Results], abc
         cfg: Choice,
         wanted: frozenset[str] | None = None,
     ) -> dict[str, Any]:
-        with without_x64(inputs):
+        with own_settings(inputs):
             inputs = dataclasses.replace(self.completed(inputs), wanted=wanted)
             gradients = self._gradients(inputs, residuals, self.cotangents(inputs, residuals, cotangents), cfg)
         found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         return self.argument_gradients(inputs, found)
 
     def part_gradients(self, residuals: Any, cotangents: Any, inputs: Inputs, *, cfg: Choice) -> dict[str, Any]:
-        with without_x64(inputs):
+        with own_settings(inputs):
             found = self._gradients(inputs, residuals, cotangents, cfg)
         return {name: found[name] for name in inputs.gradients}
 
@@ -158,6 +160,13 @@ class InferenceKernel[Inputs: OpInputs, Results](Portfolio[Inputs, Results], abc
     def no_gradient(self) -> str:
         """The reason why a call cannot be differentiated."""
         return f"{self.name} is for inference and has no gradient; see flash_attention for training"
+
+
+@contextlib.contextmanager
+def own_settings(operands: object) -> Iterator[None]:
+    """A context in which a backend is the same program whatever the caller's settings of dtypes and promotion are."""
+    with without_x64(operands), default_promotion():
+        yield
 
 
 def without_x64(operands: object) -> AbstractContextManager[None]:

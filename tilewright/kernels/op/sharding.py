@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from tilewright.kernels.op.inputs import OpInputs
 from tilewright.ops.kernel.arrays import explicit_sharding, first_sharding
+from tilewright.ops.utils.promotion import default_promotion
 
 type AxisName = str | tuple[str, ...]
 """The name of a mesh axis, or those of several."""
@@ -300,6 +301,7 @@ def over_explicit_axes(
     Inside of another ``shard_map``, over other axes of the mesh, the backward pass computes the forward pass again: JAX
     0.12 cannot lower the derivative of a nested one whose residuals vary over the outer axes.
     """
+    function = default_promotion()(function)  # JAX may trace it again for derivatives, when the caller has returned
     run = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=out_specs)
     operands = placed(operands, specs, mesh)
     axes = varying_axes(operands)

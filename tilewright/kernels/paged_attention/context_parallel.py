@@ -20,10 +20,12 @@ from tilewright.kernels.paged_attention.ops.ragged_page_attention import ragged_
 from tilewright.kernels.paged_attention.ops.update_pages import update_pages
 from tilewright.kernels.paged_attention.split_pages import SplitPages, token_ranges
 from tilewright.ops.kernel.kernel import errors_naming_function
+from tilewright.ops.utils.promotion import default_promotion
 
 type Window = int | tuple[int | None, int | None] | None
 
 
+@default_promotion()
 def context_parallel_page_attention(
     query: ArrayLike,
     key_pages: ArrayLike,
@@ -132,6 +134,7 @@ def context_parallel_page_attention(
         return _results(split, partial, sinks, wants_lse)
 
 
+@default_promotion()
 def context_parallel_mla_decode(
     query: ArrayLike,
     latent_pages: ArrayLike,
@@ -223,6 +226,7 @@ def context_parallel_mla_decode(
         return _results(split, partial, sinks, wants_lse)
 
 
+@default_promotion()
 def context_parallel_update_pages(
     key_pages: ArrayLike,
     value_pages: ArrayLike | None,

@@ -36,6 +36,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from tilewright.ops.config.agreement import run_by
 from tilewright.ops.kernel.splitting import Dimensions
 from tilewright.ops.lowering.mlir_modules import Value
+from tilewright.ops.utils.promotion import default_promotion
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +249,8 @@ def _partition(arg_shapes: Any, arg_shardings: Any, result_shape: Any, result_sh
     ]
     x64, precision = pending.settings
     devices = pending.devices or None
-    with on_device(mesh), jax.enable_x64(x64), jax.default_matmul_precision(precision), run_by(lambda: devices):
+    settings = (jax.enable_x64(x64), jax.default_matmul_precision(precision), default_promotion())
+    with on_device(mesh), settings[0], settings[1], settings[2], run_by(lambda: devices):
         module = jax_mlir.build_mlir_module_helper(
             jax.make_jaxpr(parts.function)(*structs),
             name="part",

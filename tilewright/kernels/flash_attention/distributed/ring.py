@@ -45,6 +45,7 @@ from tilewright.kernels.numerics.softmax import accumulation_dtype, finite_shift
 from tilewright.kernels.op.sharding import AxisName, vary_over, varying_axes
 from tilewright.kernels.op.xla_flags import permutes_by_copies
 from tilewright.ops.kernel.prepared import prepare
+from tilewright.ops.utils.promotion import default_promotion
 
 type Index = int | jax.Array
 type Range = tuple[int, int]
@@ -166,6 +167,7 @@ def ring_attention(inputs: ContextInputs, cfg: object) -> tuple[jax.Array, jax.A
     return _forward(inputs, cfg)[0]
 
 
+@default_promotion()
 def _forward(inputs: ContextInputs, cfg: object) -> tuple[Any, Any]:
     query, value, sinks = inputs.query, inputs.value, inputs.softmax_aux
     steps = ring_steps(inputs.rows, inputs.static_band)
@@ -204,6 +206,7 @@ def _forward(inputs: ContextInputs, cfg: object) -> tuple[Any, Any]:
     return (out, lse), (inputs, out, lse)
 
 
+@default_promotion()
 def _backward(cfg: object, residuals: Any, cotangents: Any) -> tuple[ContextInputs]:
     # Without a barrier XLA takes the hops of the forward pass for those of this one, and keeps their results for it.
     (inputs, out, lse), (d_out, d_lse) = lax.optimization_barrier((residuals, cotangents))

@@ -13,6 +13,7 @@ from tilewright.kernels.flash_attention.distributed.masks import mask_of
 from tilewright.kernels.masks import Mask
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op.sharding import AxisName
+from tilewright.ops.utils.promotion import default_promotion
 
 type Results = tuple[jax.Array, jax.Array]
 
@@ -81,6 +82,7 @@ def _gathered_forward(x: jax.Array, axis: AxisName, layout: Layout) -> tuple[jax
     return _gathered(x, axis, layout), None
 
 
+@default_promotion()
 def _gathered_backward(axis: AxisName, layout: Layout, _: None, gradient: jax.Array) -> tuple[jax.Array]:
     # In the keys' dtype the sum over many devices would lose what a ring's float32 sums keep.
     parts = layout.by_device(gradient, 1).astype(accumulation_dtype(gradient.dtype))
