@@ -114,6 +114,7 @@ class MultiheadAttention(eqx.Module):
           ValueError: shapes that do not fit; ``process_heads`` changed a shape.
           RuntimeError: dropout without a key.
         """
+        query, key_, value = jnp.asarray(query), jnp.asarray(key_), jnp.asarray(value)
         heads = (
             self._heads(self.query_proj, query),
             self._heads(self.key_proj, key_),

@@ -19,6 +19,7 @@ from tilewright.ops.kernel.arrays import (
     is_hashable,
     meaningful_sharding,
     split,
+    unwrapped_arguments,
 )
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.kernel.kernel import DEFAULT_EXECUTOR, Invocation, Kernel, check_kernel, errors_naming
@@ -51,6 +52,7 @@ class Executor(Generic[Cfg, Out]):
         self._programs = Programs()
 
     def __call__(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out:
+        args, kwargs = unwrapped_arguments(args, kwargs)
         arrays, structure = split((args, kwargs))
         overrides = current_overrides()
         synchronise()
@@ -100,6 +102,7 @@ class Executor(Generic[Cfg, Out]):
         """
         arrays, structure = split((example_args, kwargs))
         selector = Selector(self.chooser, _static(cfg), current_overrides())
+        example_args, kwargs = unwrapped_arguments(example_args, kwargs)
         self._program(kernel, selector, structure, arrays).compile([abstract(a) for a in arrays])
 
         @functools.wraps(kernel.run)
@@ -177,6 +180,7 @@ class Executor(Generic[Cfg, Out]):
         arrays, structure = split((args, kwargs))
         by_parts: list[bool] = []
 
+        args, kwargs = unwrapped_arguments(args, kwargs)
         def whole_call(*traced: Any) -> Any:
             given, named = structure.join(traced)
             with errors_naming(kernel):

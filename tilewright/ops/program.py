@@ -20,6 +20,7 @@ from tilewright.ops.config.results import AutotuningResult
 from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.config.tuner import Tuner
 from tilewright.ops.executor import Executor, ExplainedChoice, default_executor
+from tilewright.ops.kernel.arrays import is_wrapper, unwrapped
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.splitting import AUTOMATIC
 from tilewright.ops.lowering.labels import find_labels_in_lowered, is_call_label, parse_label
@@ -96,6 +97,7 @@ def _flat_call(
     static = {name: value for name, value in kwargs.items() if isinstance(value, numbers.Number | str | np.generic)}
     rest = {name: value for name, value in kwargs.items() if name not in static}
     leaves, tree = jax.tree.flatten((args, rest))
+    leaves = [unwrapped(leaf) for leaf in leaves]
     traced = [_is_traceable(leaf) for leaf in leaves]
 
     def flat(arrays: list[Any]) -> Any:
@@ -110,8 +112,8 @@ def _flat_call(
 
 def _is_traceable(leaf: object) -> bool:
     """True if ``jax.jit`` accepts the leaf as an array."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | numbers.Number) or callable(
-        getattr(leaf, "__jax_array__", None)
+    return is_wrapper(leaf) or isinstance(
+        leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | numbers.Number
     )
 
 

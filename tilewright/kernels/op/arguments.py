@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from tilewright.kernels.op.choice import Platform
+from tilewright.ops.kernel.arrays import unwrapped
 
 type PlatformLike = Platform | str
 type PlatformOption = PlatformLike | Sequence[PlatformLike] | None
@@ -24,7 +25,11 @@ type PrecisionLike = str | jax.lax.Precision | jax.lax.DotAlgorithmPreset | None
 
 
 def as_array(name: str, value: object) -> jax.Array:
-    """``value`` as a JAX array; unchanged if it is a JAX array, a tracer, or a ``ShapeDtypeStruct``."""
+    """``value`` as a JAX array; unchanged if it is a JAX array, a tracer, or a ``ShapeDtypeStruct``.
+
+    What has ``__jax_array__`` is the array that this returns.
+    """
+    value = unwrapped(value)
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return cast(jax.Array, value)  # stands for an array
     if isinstance(value, np.ndarray | np.generic | numbers.Number | list | tuple):

@@ -16,6 +16,7 @@ from tilewright.kernels.op.former_keys import former_description
 from tilewright.kernels.op.inputs import OpInputs
 from tilewright.kernels.op.roofline import Cost, array_bytes
 from tilewright.kernels.op.sharding import Partitioning, leading_partitioning
+from tilewright.ops.kernel.arrays import is_wrapper, unwrapped
 from tilewright.ops.kernel.kernel import Invocation, Kernel
 from tilewright.ops.kernel.parts import Arguments
 from tilewright.ops.types import Direction
@@ -131,6 +132,8 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
         """The inputs of a call; inputs in place of arguments are a call that was prepared before."""
         if len(args) == 1 and not kwargs and isinstance(args[0], OpInputs):
             return tuple(args), {}
+        if any(map(is_wrapper, jax.tree.leaves((args, dict(kwargs)), is_leaf=is_wrapper))):
+            args, kwargs = jax.tree.map(unwrapped, (args, dict(kwargs)), is_leaf=is_wrapper)
         with default_promotion():
             return (self.prepare(*args, **kwargs),), {}
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,24 @@ class Shaped(Protocol):
 
     @property
     def dtype(self) -> Any: ...
+
+
+def is_wrapper(value: object) -> bool:
+    """True for what stands for an array by ``__jax_array__``, such as ``flax.nnx.Param``."""
+    # Tracers have the attribute, too.
+    return getattr(type(value), "__jax_array__", None) is not None and not isinstance(value, ARRAY_TYPES)
+
+
+def unwrapped[Value](value: Value) -> Value | Any:
+    """The array that a wrapper stands for; any other value unchanged."""
+    return cast(Any, value).__jax_array__() if is_wrapper(value) else value
+
+
+def unwrapped_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with the arrays of those that are wrappers; a wrapper may be a pytree of its array."""
+    if not (any(map(is_wrapper, args)) or any(map(is_wrapper, kwargs.values()))):
+        return args, kwargs
+    return tuple(map(unwrapped, args)), {name: unwrapped(value) for name, value in kwargs.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +85,9 @@ def split(tree: object) -> tuple[list[Any], Structure]:
     for leaf in flat:
         if isinstance(leaf, ARRAY_TYPES):
             arrays.append(leaf)
+            leaves.append(None)
+        elif is_wrapper(leaf):
+            arrays.append(unwrapped(leaf))
             leaves.append(None)
         else:
             leaves.append(StaticLeaf(leaf))

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from tilewright.ops.kernel.arrays import abstract, meaningful_sharding, split
+from tilewright.ops.kernel.arrays import abstract, meaningful_sharding, split, unwrapped_arguments
 from tilewright.ops.kernel.kernel import Invocation, Kernel, check_kernel, errors_naming
 from tilewright.ops.kernel.parts import Arguments
 
@@ -21,7 +21,8 @@ def prepared(
 ) -> tuple[Invocation[Any, Any], Arguments | None]:
     """The forward invocation of a call, without arrays, and with ``concrete`` also the prepared arguments."""
     check_kernel(kernel)
-    arrays, structure = split((tuple(args), dict(kwargs)))
+    args, kwargs = unwrapped_arguments(tuple(args), dict(kwargs))
+    arrays, structure = split((args, kwargs))
     shardings = [meaningful_sharding(array) for array in arrays]
     abstract_calls: list[Any] = []
 
