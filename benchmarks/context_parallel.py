@@ -47,7 +47,8 @@ def causal(strategy: str, bounds: np.ndarray | None, *qkv: jax.Array) -> Any:
         packed = {"cum_seqlens_q": ends, "cum_seqlens_k": ends}
     if strategy == WHOLE:
         return flash_attention(*qkv, causal=True, **packed)
-    return context_parallel_attention(*qkv, axis_name="sequence", strategy=strategy, causal=True, **packed)  # type: ignore[arg-type]
+    split: Any = context_parallel_attention
+    return split(*qkv, axis_name="sequence", strategy=strategy, layout="zigzag", causal=True, **packed)
 
 
 def contender(name: str, mesh: Mesh, backward: bool, bounds: np.ndarray | None) -> Any:

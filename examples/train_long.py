@@ -41,7 +41,7 @@ def split_loss(mesh: Mesh, strategy: Strategy = "auto") -> Callable[..., jax.Arr
 
         def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
             return context_parallel_attention(
-                query, key, value, axis_name=AXIS, strategy=strategy, causal=True,
+                query, key, value, axis_name=AXIS, strategy=strategy, layout="zigzag", causal=True,
                 sliding_window=config.sliding_window(layer),
             )  # fmt: skip
 

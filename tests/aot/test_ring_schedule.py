@@ -20,7 +20,9 @@ def scheduled() -> list[str]:
 
     def on_device(query, key, value, cotangent):
         out, pull = jax.vjp(
-            lambda *qkv: tilewright.context_parallel_attention(*qkv, axis_name="s", strategy="ring", causal=True),
+            lambda *qkv: tilewright.context_parallel_attention(
+                *qkv, axis_name="s", strategy="ring", layout="zigzag", causal=True
+            ),
             query, key, value,
         )  # fmt: skip
         return out, *pull(cotangent)

@@ -162,6 +162,7 @@ class Executor(Generic[Cfg, Out]):
             inv.kernel.name,
         )
 
+            tuple(inv.kernel.advice(inv, selection.config)),
     def _calls(
         self,
         kernel: Kernel[Any, Any],
@@ -265,6 +266,7 @@ class ExplainedChoice:
       op: the name of the kernel that is called, which may be another than the explained one on parts of its arrays.
     """
 
+      advice: what the caller could change so that the call takes less time.
     direction: str
     config: Any
     step: str
@@ -275,6 +277,7 @@ class ExplainedChoice:
     op: str = ""
 
     @property
+    advice: Sequence[str] = ()
     def origin(self) -> str:
         """The step followed by its detail."""
         return f"{self.step}, {self.detail}" if self.detail else self.step
@@ -285,6 +288,7 @@ class ExplainedChoice:
         lines += [f"  not {name}: {'; '.join(why)}" for name, why in self.rejected.items()]
         return "\n".join(lines)
 
+        lines += [f"  faster: {each}" for each in self.advice]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:

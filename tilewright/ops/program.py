@@ -315,7 +315,8 @@ class ExplainedCall:
             *([f"  a device's part: {self.split or 'all of it'}"] if self.split or self.gathered else []),
             *([f"  gathered on each device: {', '.join(self.gathered)}"] if self.gathered else []),
         ]
-        return "\n".join(lines + [f"  not {name}: {'; '.join(why)}" for name, why in choice.rejected.items()])
+        lines += [f"  not {name}: {'; '.join(why)}" for name, why in choice.rejected.items()]
+        return "\n".join(lines + [f"  faster: {each}" for each in choice.advice])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -370,7 +371,10 @@ class ProgramExplanation:
                 (describe_config(choice.config),),
                 (choice.origin,),
                 ("not measured" if choice.time_ms is None else f"{choice.time_ms:.3f} ms",),
-                tuple(f"{name}: {'; '.join(why)}" for name, why in choice.rejected.items()),
+                (
+                    *(f"{name}: {'; '.join(why)}" for name, why in choice.rejected.items()),
+                    *(f"faster: {each}" for each in choice.advice),
+                ),
             )
             shown = ("<br>".join(map(html.escape, lines)) for lines in cells)
             rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in shown)}</tr>")

@@ -25,7 +25,7 @@ def attend(length: int = 8, heads: int = 8, kv_heads: int = 4, batch: int = 2, *
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"length": 7}, r"odd number of rows on each device: 7 of the query, 7 of the keys"),
+        ({"layout": "zigzag", "length": 7}, r"odd number of rows on each device: 7 of the query, 7 of the keys"),
         ({"strategy": "ulysses", "kv_heads": 2}, r"4 devices must divide .* key heads, got 8 and 2"),
         ({"strategy": "ulysses", "heads": 6, "kv_heads": 6}, r"4 devices must divide .*, got 6 and 6"),
         ({"bias": jnp.zeros((32, 32))}, r"takes no bias"),

@@ -164,7 +164,7 @@ def test_under_vmap_checkpoint_and_a_loop() -> None:
         def layer(x: Any, _: Any) -> Any:
             attend = jax.vmap(
                 lambda q, k, v: tilewright.context_parallel_attention(
-                    q, k, v, axis_name="s", strategy="ring", causal=True
+                    q, k, v, axis_name="s", strategy="ring", layout="zigzag", causal=True
                 )
             )
             return x + jnp.pad(attend(x, key, value), ((0, 0),) * 3 + ((0, 8),)), None

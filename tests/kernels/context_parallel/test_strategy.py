@@ -99,6 +99,43 @@ def test_documents_are_not_left_to_where_they_begin() -> None:
     assert best_strategy(call_of(16384, 16, **CAUSAL, **DOCUMENTS)) == "ring"  # heads do not divide
 
 
+def explained_calls(length: int = 8192, **options: Any) -> list[Any]:
+    """What is explained of a forward pass over eight devices with as many rows each."""
+
+    def on_device(*qkv: jax.Array) -> jax.Array:
+        return tilewright.context_parallel_attention(*qkv, axis_name="s", **options)
+
+    rows, x = P(None, "s"), jax.ShapeDtypeStruct((1, 8 * length, 32, 128), jnp.bfloat16)
+    split = jax.shard_map(on_device, mesh=mesh_of(8), in_specs=(rows,) * 3, out_specs=rows)
+    explained = tilewright.explain(split, x, x, x)
+    assert ("faster: " in explained._repr_html_()) == ("faster: " in str(explained))
+    return [each for each in explained if each.op == "context_parallel_attention"]
+
+
+def test_it_is_explained_what_zigzag_would_gain() -> None:
+    (call,) = explained_calls(causal=True, strategy="ring")
+    (gain,) = call.choice.advice
+    before, after = (
+        predicted_ms(call_of(8192, kv_heads=32, layout=layout, **CAUSAL))["ring"] for layout in ("contiguous", "zigzag")
+    )
+    assert before > 1.5 * after
+    assert f"{after:.3g} ms by 'ring' instead of {before:.3g} ms" in gain
+    assert f"  faster: {gain}" in str(call)
+
+
+def test_nothing_is_said_where_zigzag_gains_nothing() -> None:
+    for options in (
+        {"strategy": "ring"},
+        {"strategy": "ring", "layout": "zigzag", "causal": True},
+        {"strategy": "ulysses", "causal": True},
+        {"strategy": "ring", "causal": True, "length": 127},
+        {"strategy": "ring", "causal": True, "sliding_window": 16},
+    ):
+        (call,) = explained_calls(**options)
+        assert call.choice.advice == (), options
+        assert "faster:" not in str(call)
+
+
 def attend(**options: Any) -> Any:
     """A function of a whole call over four devices, and its operands."""
 

@@ -20,9 +20,11 @@ ROWS = P(None, "s")
 def both_passes(shards: int, length: int, **options: Any) -> Any:
     """A jitted forward and backward pass over some devices, and its operands."""
 
+    options = {"layout": "zigzag", "causal": True} | options
+
     def on_device(query: Any, key: Any, value: Any, cotangent: Any) -> Any:
         out, pull = jax.vjp(
-            lambda *qkv: tilewright.context_parallel_attention(*qkv, axis_name="s", causal=True, **options),
+            lambda *qkv: tilewright.context_parallel_attention(*qkv, axis_name="s", **options),
             query, key, value,
         )  # fmt: skip
         return out, *pull(cotangent)
@@ -70,7 +72,9 @@ def test_forward_kernels_beside_a_hop_are_told_of_it(
         return bind(self, args, kwargs)
 
     run = jax.shard_map(
-        lambda x: tilewright.context_parallel_attention(x, x, x, axis_name="s", causal=True, strategy="ring"),
+        lambda x: tilewright.context_parallel_attention(
+            x, x, x, axis_name="s", causal=True, strategy="ring", layout="zigzag"
+        ),
         mesh=mesh_of(2), in_specs=ROWS, out_specs=ROWS,
     )  # fmt: skip
     monkeypatch.setattr(FlashAttention, "bind", recorded)

@@ -26,8 +26,9 @@ def context_parallel_attention(*args: Any, **kwargs: Any) -> Any:
       strategy: "ring" passes keys and values around, behind the computation; "all_gather" gathers them first;
         "ulysses" exchanges rows for heads and back, which both numbers of heads must allow; "auto" takes the least
         time by a measurement on this mesh (``tilewright.tune``), or else by a model of an H100's links and FLOPs.
-      layout: the rows of device i. "zigzag": chunks i and 2n − 1 − i of 2n, so that a causal mask leaves every device
-        the same work (reorder the whole sequence by ``zigzag``); "contiguous": the i-th of n.
+      layout: the rows of device i. "contiguous": the i-th part of n, as a sharding splits an array. "zigzag": chunks i
+        and 2n − 1 − i of 2n, so that a causal mask leaves every device the same work: the caller has reordered the
+        whole sequence by ``zigzag``, or else the result is that of another sequence. ``explain`` says what it gains.
       causal: a query sees the keys up to its own position in the whole sequence.
       causal_alignment: as for ``flash_attention``, of the whole sequence.
       sliding_window: as for ``flash_attention``. A ring ends early if no device sees keys further away.

@@ -269,6 +269,10 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """A hash of the code that the time of a config depends on; by default of the source of its class."""
         return source_fingerprint(type(self))
 
+    def advice(self, inv: "Invocation[Cfg, Out]", cfg: Cfg) -> Sequence[str]:
+        """What the caller could change so that the call takes less time, one sentence each, for ``explain``."""
+        return ()
+
     def lowering_packages(self, cfg: Cfg) -> tuple[str, ...]:
         """The top-level packages besides JAX whose sources determine the lowering of a config.
 

@@ -6,8 +6,8 @@ tokens on for rings and exchanged heads, 18 % for gathered keys.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -116,6 +116,29 @@ def predicted_ms(inputs: ContextInputs) -> dict[StrategyName, float]:
         moved = 2 * (query_bytes(inputs) + of_keys) * (shards - 1) / shards
         times["ulysses"] = both * float(work.sum()) / shards + moved / LINK_BYTES + 8 * COLLECTIVE_MS
     return times
+
+
+def zigzag_gain(inputs: ContextInputs, strategy: str) -> str | None:
+    """A sentence about the time that the zigzag layout would save a contiguous call; ``None`` if it saves none.
+
+    Args:
+      strategy: that of the call as it is; with the other layout it is the best, or the one that the caller wants.
+    """
+    before: Mapping[Any, float] = predicted_ms(inputs)
+    if inputs.layout == "zigzag" or inputs.devices == 1 or strategy not in before:
+        return None
+    if inputs.query.shape[1] % 2 or inputs.key.shape[1] % 2:
+        return None
+    other = inputs.replace(layout="zigzag")
+    after: Mapping[Any, float] = predicted_ms(other)
+    wanted = best_strategy(other) if inputs.strategy == "auto" else strategy
+    now, then = before[strategy], after[wanted]
+    if then >= now:
+        return None
+    return (
+        f"layout='zigzag' with rows reordered by tilewright.zigzag gives every device the same work: {then:.3g} ms by "
+        f"{wanted!r} instead of {now:.3g} ms for both passes, by the model of an H100"
+    )
 
 
 def _ring_ms(work: Sequence[float], inputs: ContextInputs) -> float:

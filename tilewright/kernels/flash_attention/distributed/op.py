@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Unpack, cast
 
 import jax
@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from tilewright.kernels.flash_attention.arguments import alignment, query_key_value
 from tilewright.kernels.flash_attention.distributed.inputs import ContextInputs
 from tilewright.kernels.flash_attention.distributed.layout import LayoutName
-from tilewright.kernels.flash_attention.distributed.model import StrategyName
+from tilewright.kernels.flash_attention.distributed.model import StrategyName, zigzag_gain
 from tilewright.kernels.flash_attention.distributed.whole import gathered_attention
 from tilewright.kernels.flash_attention.masking import (
     FAR,
@@ -66,7 +66,7 @@ class ContextParallelOp(DistributedOp[ContextInputs, Any], Portfolio[ContextInpu
         *,
         axis_name: AxisName,
         strategy: StrategyName = "auto",
-        layout: LayoutName = "zigzag",
+        layout: LayoutName = "contiguous",
         **options: Unpack[AttentionOptions],
     ) -> ContextInputs:
         """Checks a call inside ``shard_map``."""
@@ -124,6 +124,11 @@ class ContextParallelOp(DistributedOp[ContextInputs, Any], Portfolio[ContextInpu
 
     def results(self, inputs: ContextInputs) -> Any:
         """``(out, lse)`` of this device's queries."""
+    def advice(self, inv: Invocation[Choice, Any], cfg: Choice) -> Sequence[str]:
+        """What the zigzag layout would gain under a causal mask."""
+        gain = zigzag_gain(self.inputs_of(inv), cfg.backend)
+        return [] if gain is None else [gain]
+
         batch, q_length, heads, _ = inputs.query.shape
         out = jax.ShapeDtypeStruct((batch, q_length, heads, inputs.value.shape[3]), inputs.query.dtype)
         return out, jax.ShapeDtypeStruct((batch, heads, q_length), accumulation_dtype(inputs.query.dtype))
