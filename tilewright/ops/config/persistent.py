@@ -278,7 +278,7 @@ class PersistentCache:
         try:
             return rebuild_config(document["config"], expected_type)
         except REBUILD_ERRORS as error:
-            logger.warning("the config of %s is not used: %s", _file_name(document["key"]), error)
+            _say_unused(_file_name(document["key"]), _class_name(document["config"]), error)
             return None
 
     def _documents(self) -> list[Document]:
@@ -339,6 +339,36 @@ class PersistentCache:
             with contextlib.suppress(OSError):
                 if time.time() - os.stat(self.path / name).st_mtime >= lifetime_s:
                     os.unlink(self.path / name)
+
+
+def _class_name(config: Json) -> str:
+    """The name that an entry has for the class of its config; empty for a config of plain data."""
+    names = (config.get(tag) for tag in ("$dataclass", "$namedtuple", "$enum")) if isinstance(config, dict) else ()
+    return next((name for name in names if isinstance(name, str)), "")
+
+
+def _say_unused(file: str, kind: str, error: Exception) -> None:
+    """Logs that a config is not used; of a class that a script defines once, with the remedy."""
+    if "__main__:" in str(error):
+        _say_of_script(kind, file, str(error))
+    else:
+        logger.warning("the config of %s is not used: %s", file, error)
+
+
+_SAID: set[str] = set()
+"""The classes of scripts whose configs were said to be of no use in this process."""
+
+
+def _say_of_script(kind: str, file: str, reason: str) -> None:
+    if kind in _SAID:
+        return
+    _SAID.add(kind)
+    logger.warning(
+        "the config of %s is not used: %s; a script that is run has classes of __main__, which are not those that a "
+        "program has by importing it: move %s, and the kernel that it is a config of, into a module that both import, "
+        "and tune again",
+        file, reason, kind.rpartition(":")[2],
+    )  # fmt: skip
 
 
 def _forms(key: Hashable) -> Iterator[Json]:
