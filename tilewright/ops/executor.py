@@ -52,8 +52,9 @@ class Executor(Generic[Cfg, Out]):
         self._programs = Programs()
 
     def __call__(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out:
-        args, kwargs = unwrapped_arguments(args, kwargs)
         arrays, structure = split((args, kwargs))
+        check_kernel(kernel)
+        kernel.check_contents(args, kwargs)
         overrides = current_overrides()
         synchronise()
         selector = Selector(self.chooser, _static(cfg), overrides)
@@ -102,7 +103,6 @@ class Executor(Generic[Cfg, Out]):
         """
         arrays, structure = split((example_args, kwargs))
         selector = Selector(self.chooser, _static(cfg), current_overrides())
-        example_args, kwargs = unwrapped_arguments(example_args, kwargs)
         self._program(kernel, selector, structure, arrays).compile([abstract(a) for a in arrays])
 
         @functools.wraps(kernel.run)
@@ -160,9 +160,9 @@ class Executor(Generic[Cfg, Out]):
             inv.kernel.rejection_reasons(inv, selection.config, measured),
             selection.detail,
             inv.kernel.name,
+            tuple(inv.kernel.advice(inv, selection.config)),
         )
 
-            tuple(inv.kernel.advice(inv, selection.config)),
     def _calls(
         self,
         kernel: Kernel[Any, Any],
@@ -178,10 +178,10 @@ class Executor(Generic[Cfg, Out]):
           derivative: add the backward passes, if the kernel defines one.
         """
         check_kernel(kernel)
+        args, kwargs = unwrapped_arguments(args, kwargs)
         arrays, structure = split((args, kwargs))
         by_parts: list[bool] = []
 
-        args, kwargs = unwrapped_arguments(args, kwargs)
         def whole_call(*traced: Any) -> Any:
             given, named = structure.join(traced)
             with errors_naming(kernel):
@@ -225,6 +225,7 @@ def call_kernel(
 ) -> Any:
     """Prepares a call and binds it as the call primitive."""
     check_kernel(kernel)
+    args, kwargs = unwrapped_arguments(tuple(args), dict(kwargs))
     with errors_naming(kernel):
         by_parts = kernel.distributed(selector.explicit, args, kwargs)
         if by_parts is not None:
@@ -264,9 +265,9 @@ class ExplainedChoice:
       rejected: the reasons why each other backend was not chosen.
       detail: more about the step: which lock, or which shapes the config was measured for and how far away they are.
       op: the name of the kernel that is called, which may be another than the explained one on parts of its arrays.
+      advice: changes to the call that would make it faster.
     """
 
-      advice: what the caller could change so that the call takes less time.
     direction: str
     config: Any
     step: str
@@ -275,9 +276,9 @@ class ExplainedChoice:
     rejected: Mapping[str, Sequence[str]]
     detail: str = ""
     op: str = ""
+    advice: Sequence[str] = ()
 
     @property
-    advice: Sequence[str] = ()
     def origin(self) -> str:
         """The step followed by its detail."""
         return f"{self.step}, {self.detail}" if self.detail else self.step
@@ -286,9 +287,9 @@ class ExplainedChoice:
         time = "not measured" if self.time_ms is None else f"{self.time_ms:.3f} ms"
         lines = [f"{self.direction}: {self.config}", f"  from: {self.origin} ({time})"]
         lines += [f"  not {name}: {'; '.join(why)}" for name, why in self.rejected.items()]
+        lines += [f"  faster: {each}" for each in self.advice]
         return "\n".join(lines)
 
-        lines += [f"  faster: {each}" for each in self.advice]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:

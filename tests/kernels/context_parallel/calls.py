@@ -41,7 +41,7 @@ KEY_SEGMENTS = np.array([[0] * 9 + [1] * 16 + [7] * 7, [3] * 16 + [4] * 16])
 Q_LENGTHS, KV_LENGTHS = np.array([32, 13]), np.array([6, 29])
 BOUNDS = np.array([0, 3, 17, 17, 30])
 KEY_BOUNDS = np.array([1, 8, 20, 26, 32])
-SHORT_BOUNDS = np.array([1, 6, 6, 13, 19, 26, 29])
+SHORT_BOUNDS = np.array([0, 6, 6, 13, 19, 26, 32])
 
 
 def _of_bounds(q: np.ndarray, k: np.ndarray, q_bounds: np.ndarray, k_bounds: np.ndarray, edge: int) -> np.ndarray:

@@ -92,7 +92,7 @@ def hops(bounds: Any, **options: Any) -> int:
 
 def test_a_ring_ends_early_if_it_is_known_how_short_documents_are() -> None:
     """Forward one hop of three, backward that and two of gradients."""
-    documents = np.arange(0, 65, 16) - 3
+    documents = np.array([0, 13, 29, 45, 61, 64])
     assert hops(documents, strategy="ring") == hops(documents.tolist(), strategy="ring") == 1 + 3
     assert hops(jnp.asarray(documents), strategy="ring") == 3 + 5
     assert hops(jnp.asarray(documents), strategy="ring", sliding_window=15) == 1 + 3

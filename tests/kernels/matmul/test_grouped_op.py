@@ -159,7 +159,9 @@ def test_sizes_on_the_host_are_checked_and_those_on_the_device_are_not():
             grouped_matmul(lhs, rhs, group_sizes=given)
     check(all_of(lhs, rhs, jnp.asarray(sizes), d_out), expected(lhs, rhs, sizes, d_out))
     want = grouped_matmul(lhs, rhs, jnp.asarray(sizes))
-    np.testing.assert_array_equal(grouped_matmul(lhs, rhs, [9, 0, 8, 20]), want)
+    np.testing.assert_array_equal(grouped_matmul(lhs, rhs, [9, 0, 8, 13]), want)
+    with pytest.raises(ValueError, match="must not add up to more than the 30 rows of lhs"):
+        grouped_matmul(lhs, rhs, [9, 0, 8, 14])
     listed = jax.jit(lambda size: grouped_matmul(lhs, rhs, [9, size, 8, 20]))
     np.testing.assert_array_equal(listed(-2), want)
 

@@ -22,6 +22,7 @@ from tilewright.kernels.flash_attention.arguments import (
     query_key_value,
 )
 from tilewright.kernels.flash_attention.cases import CASES
+from tilewright.kernels.flash_attention.contents import CONTENTS
 from tilewright.kernels.flash_attention.distributed.explicit import attention_on_explicit_axes, keys_travel
 from tilewright.kernels.flash_attention.distributed.op import ContextParallelOp
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
@@ -67,6 +68,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, Results]):
     """Attention in memory linear in the lengths; see ``flash_attention`` for the arguments."""
 
     cases = CASES
+    contents = CONTENTS
     takes_near_shapes = True
     cuda_tables = MappingProxyType(
         {
@@ -300,10 +302,11 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
       softmax_aux: extra logits without values, ``[heads]`` or ``[heads, n]`` (attention sinks, arXiv 2309.17453).
       q_segment_ids: ``[batch, q_length]`` integers; a query sees the keys with its own number.
       kv_segment_ids: ``[batch, kv_length]``.
-      query_seq_lengths: ``[batch]`` integers; later queries attend to nothing.
+      query_seq_lengths: ``[batch]`` integers; later queries attend to nothing. What no call can mean, here and in the
+        three below, is an error in NumPy arrays and lists, and is logged for other arrays if TILEWRIGHT_DEBUG is 1.
       key_value_seq_lengths: ``[batch]``; later keys are invisible.
-      cum_seqlens_q: ``[sequences + 1]`` boundaries of sequences laid end to end in a batch of one; what lies outside
-        attends to nothing. Pass the very same array as ``cum_seqlens_k`` for self-attention.
+      cum_seqlens_q: ``[sequences + 1]`` boundaries of sequences laid end to end in a batch of one, from 0 to the
+        length; what lies outside attends to nothing. Pass the very same array as ``cum_seqlens_k`` for self-attention.
       cum_seqlens_k: the boundaries among the keys.
       dropout_prob: the part of the normalised probabilities to drop, in [0, 1); rounded to a multiple of 2⁻¹⁶.
       dropout_seed: an int, ``uint32[2]`` or a ``jax.random`` key; with ``(batch, head, row, column)`` it decides

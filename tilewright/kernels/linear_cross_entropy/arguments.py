@@ -1,5 +1,8 @@
 """Checks of the arguments of vocabulary losses."""
 
+import functools
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import jax
@@ -8,8 +11,11 @@ import numpy as np
 from jax.sharding import AxisType
 
 from tilewright.kernels.linear_cross_entropy.inputs import IGNORED, Reduction
-from tilewright.kernels.op.arguments import apply, as_array, integer, is_floating, is_integer, number, to_int32
+from tilewright.kernels.op.arguments import apply, as_array, is_floating, is_integer, number, on_host, to_int32
+from tilewright.kernels.op.contents import Check, Finder, Given, parts, shape_of
 from tilewright.kernels.op.sharding import explicit_mesh
+from tilewright.ops.kernel.arrays import unwrapped
+from tilewright.ops.kernel.kernel import errors_naming_function
 
 
 def rows_and_matrix(
@@ -51,17 +57,10 @@ def labels_array(labels: object, tokens: tuple[int, ...], vocab: int, ignore_ind
     return result
 
 
-def check_labels(x: object, weight: object, labels: object, vocab_first: object, ignore_index: object) -> None:
-    """Raises for labels out of range whose values are known, unless ``prepare`` has something else to say first."""
-    of_x, shape = getattr(x, "shape", ()), getattr(weight, "shape", ())
-    axis = 0 if vocab_first else 1
-    if len(shape) == 2 and of_x[-1:] == shape[1 - axis : 2 - axis]:
-        check_labels_on_host(labels, shape[axis], integer("ignore_index", ignore_index))
-
-
-def check_labels_on_host(labels: object, vocab: int, ignore_index: int) -> None:
-    """Raises if labels whose values are known hold one that is neither a class nor the one to ignore."""
-    if isinstance(labels, jax.core.Tracer | jax.ShapeDtypeStruct):
+def check_labels(given: Given) -> None:
+    """Raises for labels out of range in a concrete array of a device, or in nested lists; it waits for the array."""
+    labels = unwrapped(given.get("labels"))
+    if isinstance(labels, jax.core.Tracer | jax.ShapeDtypeStruct) or on_host(labels):
         return
     # A process has only a part of an array that is spread over several.
     if isinstance(labels, jax.Array) and not labels.is_fully_addressable:
@@ -69,12 +68,37 @@ def check_labels_on_host(labels: object, vocab: int, ignore_index: int) -> None:
     values = np.asarray(labels)
     if not np.issubdtype(values.dtype, np.integer):
         return
-    wrong = values[((values < 0) | (values >= vocab)) & (values != ignore_index)]
+    with errors_naming_function("linear_cross_entropy"):
+        finder = _labels(given)
+        for found in () if finder is None else finder("labels", values):
+            raise ValueError(found)
+
+
+def _labels(given: Given) -> Finder | None:
+    """Labels are classes of the whole vocabulary, or the one to ignore."""
+    of_x, shape = shape_of(given, "x"), shape_of(given, "weight")
+    axis = 0 if given.get("vocab_first", False) else 1
+    ignored = given.get("ignore_index", -100)
+    if not of_x or shape is None or len(shape) != 2 or of_x[-1] != shape[1 - axis]:
+        return None
+    if not isinstance(ignored, int | np.integer):
+        return None
+    devices = parts(given)
+    if devices is None:
+        return None
+    return functools.partial(_faults_of_labels, vocab=shape[axis] * devices, ignore_index=int(ignored))
+
+
+def _faults_of_labels(name: str, numbers: np.ndarray, vocab: int, ignore_index: int) -> Iterator[str]:
+    wrong = numbers[((numbers < 0) | (numbers >= vocab)) & (numbers != ignore_index)]
     if wrong.size:
-        raise ValueError(
-            f"linear_cross_entropy: labels must be from 0 to {vocab - 1} or {ignore_index=}, got {wrong.flat[0]} "
-            f"among {values.size} labels ({wrong.size} of them wrong)"
+        yield (
+            f"{name} must be from 0 to {vocab - 1} or {ignore_index=}, got {wrong.flat[0]} among {numbers.size} labels "
+            f"({wrong.size} of them wrong)"
         )
+
+
+CONTENTS: Mapping[str, Check] = MappingProxyType({"labels": _labels})
 
 
 def bias_array(bias: object, vocab: int) -> jax.Array:

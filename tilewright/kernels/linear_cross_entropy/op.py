@@ -11,9 +11,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from tilewright.kernels.linear_cross_entropy.arguments import (
+    CONTENTS,
     bias_array,
     check_labels,
-    check_labels_on_host,
     fraction,
     labels_array,
     may_be_distributed,
@@ -53,6 +53,7 @@ class LinearCrossEntropy(VocabularyLoss[LossInputs]):
     """
 
     cases = CASES
+    contents = CONTENTS
     positional = ("x", "weight", "labels")
     core_dims: ClassVar[Mapping[str, int]] = MappingProxyType({"x": 1, "labels": 0})
     run_is_forward: ClassVar[bool] = False  # it has no gradients
@@ -121,7 +122,6 @@ class LinearCrossEntropy(VocabularyLoss[LossInputs]):
     def whole(self, inputs: LossInputs, given: Mapping[str, Any], vocab: int) -> LossInputs:
         # As prepared, labels of other devices' parts are not known.
         labels, ignored = given["labels"], int(given.get("ignore_index", -100))
-        check_labels_on_host(labels, vocab, ignored)
         return inputs.replace(labels=labels_array(labels, inputs.labels.shape, vocab, ignored))
 
     def part(self, inputs: LossInputs, axis_name: AxisName) -> LossInputs:
@@ -217,8 +217,7 @@ def linear_cross_entropy(x: ArrayLike, weight: ArrayLike, labels: ArrayLike, **o
       ValueError, TypeError: a wrong argument; the message holds its value.
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
-    if options.get("axis_name") is None:
-        check_labels(x, weight, labels, options.get("vocab_first", False), options.get("ignore_index", -100))
+    check_labels({"x": x, "weight": weight, "labels": labels, **options})
     return _LINEAR_CROSS_ENTROPY(x, weight, labels, **options)
 
 

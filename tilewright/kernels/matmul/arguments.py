@@ -1,6 +1,8 @@
 """Checks of the arguments of all matmuls."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ from jax.typing import ArrayLike
 
 from tilewright.kernels.matmul.inputs import SCALE_BLOCK
 from tilewright.kernels.op.arguments import apply, as_array, is_floating, is_integer, to_int32
+from tilewright.kernels.op.contents import Check, Finder, Given, shape_of
 from tilewright.kernels.op.sharding import typed_axes
 
 
@@ -67,14 +70,26 @@ def _check_matrices(name: str, matrices: jax.Array, k: Any, groups: Any, k_axis:
         )
 
 
-def check_sizes_on_host(group_sizes: object) -> None:
-    """Raises if group sizes that the host has hold a negative one; those of a device are not read."""
-    if isinstance(group_sizes, list | tuple) and any(isinstance(size, jax.Array) for size in group_sizes):
-        return
-    if isinstance(group_sizes, list | tuple | np.ndarray):
-        numbers = np.asarray(group_sizes)
-        if numbers.size and np.issubdtype(numbers.dtype, np.integer) and numbers.min() < 0:
-            raise ValueError(f"group_sizes must not be negative, got {numbers.tolist()}")
+def _sizes(given: Given) -> Finder | None:
+    """Group sizes are 0 or more, and all together no more than there are rows."""
+    shape = shape_of(given, "lhs")
+    return functools.partial(_faults_of_sizes, rows=shape[0]) if shape else None
+
+
+def _faults_of_sizes(name: str, numbers: np.ndarray, rows: int) -> Iterator[str]:
+    total = sum(numbers.ravel().tolist())
+    if numbers.size and numbers.min() < 0:
+        yield f"{name} must not be negative, got {_shown(numbers)}"
+    elif total > rows:
+        yield f"{name} must not add up to more than the {rows} rows of lhs, got {_shown(numbers)} of sum {total}"
+
+
+def _shown(numbers: np.ndarray) -> str:
+    most = 16
+    return f"{numbers.ravel()[:most].tolist()}{f' and {numbers.size - most} more' if numbers.size > most else ''}"
+
+
+CONTENTS: Mapping[str, Check] = MappingProxyType({"group_sizes": _sizes})
 
 
 def scale_array(

@@ -3,6 +3,7 @@
 import abc
 import functools
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
@@ -12,6 +13,7 @@ import jax
 from tilewright.kernels.op.backend import Backends
 from tilewright.kernels.op.cases import OpCases
 from tilewright.kernels.op.choice import Choice
+from tilewright.kernels.op.contents import MAY_BE_ON_HOST, Check, faults_on_host, report_on_device
 from tilewright.kernels.op.former_keys import former_description
 from tilewright.kernels.op.inputs import OpInputs
 from tilewright.kernels.op.roofline import Cost, array_bytes
@@ -36,6 +38,7 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
         the leading dimensions are shared and may be split over mesh axes. Arguments that are not listed are replicated.
       always: the names of optional arrays of the inputs that every call of the op has: in keys they stand by position,
         as those do that calls of all ops with these inputs have.
+      contents: for arguments of integers, which numbers a call can mean. Where the host knows others, that is an error.
       differentiable: True if the op has gradients.
       backends: best first.
     """
@@ -46,6 +49,7 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
     # A heuristic reads the sizes of the call; how well configs of near shapes do was measured for attention alone.
     takes_near_shapes = False
     always: ClassVar[tuple[str, ...]] = ()
+    contents: ClassVar[Mapping[str, Check]] = MappingProxyType({})
     differentiable: ClassVar[bool]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -135,7 +139,35 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
         if any(map(is_wrapper, jax.tree.leaves((args, dict(kwargs)), is_leaf=is_wrapper))):
             args, kwargs = jax.tree.map(unwrapped, (args, dict(kwargs)), is_leaf=is_wrapper)
         with default_promotion():
-            return (self.prepare(*args, **kwargs),), {}
+            inputs = self.prepare(*args, **kwargs)
+        report_on_device(self.name, self.contents, self._given(args, kwargs))
+        return (inputs,), {}
+
+    def check_contents(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        # Of nearly every call this is all: it is in the overhead of a warm one.
+        for name, position in self._checked:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if value is not None and isinstance(value, MAY_BE_ON_HOST):
+                break
+        else:
+            return
+        if found := faults_on_host(self.contents, self._given(args, kwargs)):
+            raise ValueError(f"{self.name}: {'; '.join(found)}")
+
+    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that were given, by name."""
+        return dict(zip(self._positional, args, strict=False)) | dict(kwargs)
+
+    @functools.cached_property
+    def _checked(self) -> tuple[tuple[str, int], ...]:
+        """The arguments whose contents are checked, with their positions; keywords have one beyond all."""
+        names = self._positional
+        return tuple((name, names.index(name) if name in names else sys.maxsize) for name in self.contents)
+
+    @functools.cached_property
+    def _positional(self) -> tuple[str, ...]:
+        parameters = inspect.signature(self.prepare).parameters.values()
+        return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
     def named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
         return list(args[0].arrays.items())

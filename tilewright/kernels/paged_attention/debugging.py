@@ -2,19 +2,15 @@
 
 import functools
 import logging
-import os
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
+from tilewright.kernels.op.contents import MAX_LOCATIONS, fault, is_debugging, listed
 from tilewright.kernels.paged_attention.inputs import ELSEWHERE
 
 logger = logging.getLogger("tilewright.serving")
-
-MAX_LOCATIONS = 3
-"""Maximum locations listed for each kind of fault."""
 
 
 def report(
@@ -35,9 +31,7 @@ def report(
     """
     arrays = {"page_table": page_table, "kv_lengths": kv_lengths, "cum_q_lens": cum_q_lens}
     given = {name: array for name, array in arrays.items() if array is not None}
-    if os.environ.get("TILEWRIGHT_DEBUG", "") != "1" or any(
-        isinstance(array, jax.ShapeDtypeStruct) for array in given.values()
-    ):
+    if not is_debugging() or any(isinstance(array, jax.ShapeDtypeStruct) for array in given.values()):
         return
 
     def look(**values: Any) -> None:
@@ -45,8 +39,8 @@ def report(
         found = faults(
             **numbers, num_pages=num_pages, page_size=page_size, tokens=tokens, q_length=q_length, writes=writes
         )
-        for fault in found:
-            logger.error("%s: %s", op, fault)
+        for each in found:
+            logger.error("%s: %s", op, each)
 
     jax.debug.callback(functools.partial(look), **given)
 
@@ -66,8 +60,8 @@ def faults(
     columns = 1 if page_table is None else page_table.shape[1]
     capacity = columns * page_size
     found = [
-        _fault("kv_lengths", kv_lengths, kv_lengths < 0, "is negative and counts as 0"),
-        _fault("kv_lengths", kv_lengths, kv_lengths > capacity, f"is beyond the {capacity} tokens there is room for"),
+        fault("kv_lengths", kv_lengths, kv_lengths < 0, "is negative and counts as 0"),
+        fault("kv_lengths", kv_lengths, kv_lengths > capacity, f"is beyond the {capacity} tokens there is room for"),
     ]
     # Clamped as the call does it, so that one mistake is not reported as several.
     lengths = np.clip(kv_lengths.astype(np.int64), 0, capacity)
@@ -75,31 +69,17 @@ def faults(
     if cum_q_lens is not None:
         cum = cum_q_lens.astype(np.int64)
         counts = np.diff(np.clip(np.maximum.accumulate(cum), 0, tokens))
-        found.append(_fault("cum_q_lens", cum, np.append(False, np.diff(cum) < 0), "is less than the boundary before"))
-        found.append(_fault("cum_q_lens", cum, (cum < 0) | (cum > tokens), f"is not within the {tokens} tokens"))
+        found.append(fault("cum_q_lens", cum, np.append(False, np.diff(cum) < 0), "is less than the boundary before"))
+        found.append(fault("cum_q_lens", cum, (cum < 0) | (cum > tokens), f"is not within the {tokens} tokens"))
     if cum_q_lens is not None or writes:
-        found.append(_fault("kv_lengths", kv_lengths, lengths < counts, "is less than the sequence's new tokens"))
+        found.append(fault("kv_lengths", kv_lengths, lengths < counts, "is less than the sequence's new tokens"))
     if page_table is not None:
         used = np.arange(columns) * page_size < lengths[:, None]
         absent = used & ((page_table < 0) | (page_table >= num_pages)) & (page_table != ELSEWHERE)
-        found.append(_fault("page_table", page_table, absent, f"is none of the {num_pages} pages"))
+        found.append(fault("page_table", page_table, absent, f"is none of the {num_pages} pages"))
         if writes:
             found.append(_written_twice(page_table, lengths, counts, num_pages, page_size))
-    return [fault for fault in found if fault]
-
-
-def _fault(name: str, values: np.ndarray, wrong: np.ndarray, fault: str) -> str:
-    locations = np.argwhere(wrong)
-    if not len(locations):
-        return ""
-    shown = locations[:MAX_LOCATIONS].tolist()
-    named = [f"{name}[{', '.join(map(str, location))}] = {values[tuple(location)]}" for location in shown]
-    return f"{_listed(named, len(locations))} {fault}"
-
-
-def _listed(named: Iterable[str], count: int) -> str:
-    listed = ", ".join(named)
-    return listed + (f" and {count - MAX_LOCATIONS} more, each" if count > MAX_LOCATIONS else "")
+    return [each for each in found if each]
 
 
 def _written_twice(
@@ -115,4 +95,4 @@ def _written_twice(
             if row in writer_of:
                 twice.append(f"row {row[1]} of page {row[0]} by the sequences {writer_of[row]} and {sequence}")
             writer_of[row] = sequence
-    return f"written twice: {_listed(twice[:MAX_LOCATIONS], len(twice))}" if twice else ""
+    return f"written twice: {listed(twice[:MAX_LOCATIONS], len(twice))}" if twice else ""

@@ -195,6 +195,12 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """
         return None
 
+    def check_contents(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raises for arguments whose numbers the host knows and that no call can mean; called at every call.
+
+        It must not read arrays of a device, nor take long.
+        """
+
     # Tuning, checking and explaining a call.
 
     measured_with_gradients: ClassVar[bool] = False
@@ -263,15 +269,15 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """
         return {}
 
+    def advice(self, inv: "Invocation[Cfg, Out]", cfg: Cfg) -> Sequence[str]:
+        """Changes to a call that would make it faster, one sentence each, for ``explain``."""
+        return ()
+
     # Dependencies of its configs and its code.
 
     def source(self, cfg: Cfg) -> str:
         """A hash of the code that the time of a config depends on; by default of the source of its class."""
         return source_fingerprint(type(self))
-
-    def advice(self, inv: "Invocation[Cfg, Out]", cfg: Cfg) -> Sequence[str]:
-        """What the caller could change so that the call takes less time, one sentence each, for ``explain``."""
-        return ()
 
     def lowering_packages(self, cfg: Cfg) -> tuple[str, ...]:
         """The top-level packages besides JAX whose sources determine the lowering of a config.

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from tilewright.kernels.flash_attention.arguments import alignment, query_key_value
+from tilewright.kernels.flash_attention.contents import CONTENTS
 from tilewright.kernels.flash_attention.distributed.inputs import ContextInputs
 from tilewright.kernels.flash_attention.distributed.layout import LayoutName
 from tilewright.kernels.flash_attention.distributed.model import StrategyName, zigzag_gain
@@ -49,6 +50,7 @@ class ContextParallelOp(DistributedOp[ContextInputs, Any], Portfolio[ContextInpu
     JAX differentiates the plan that is chosen, so one choice is for both passes, and is measured with both.
     """
 
+    contents = CONTENTS
     differentiable: ClassVar[bool] = True
     measured_with_gradients: ClassVar[bool] = True
 
@@ -122,13 +124,13 @@ class ContextParallelOp(DistributedOp[ContextInputs, Any], Portfolio[ContextInpu
         best = self.heuristic_cfg(inv)
         return dataclasses.replace(best, params=PlanParams(cfg))
 
-    def results(self, inputs: ContextInputs) -> Any:
-        """``(out, lse)`` of this device's queries."""
     def advice(self, inv: Invocation[Choice, Any], cfg: Choice) -> Sequence[str]:
-        """What the zigzag layout would gain under a causal mask."""
+        """The gain of the zigzag layout under a causal mask."""
         gain = zigzag_gain(self.inputs_of(inv), cfg.backend)
         return [] if gain is None else [gain]
 
+    def results(self, inputs: ContextInputs) -> Any:
+        """``(out, lse)`` of this device's queries."""
         batch, q_length, heads, _ = inputs.query.shape
         out = jax.ShapeDtypeStruct((batch, q_length, heads, inputs.value.shape[3]), inputs.query.dtype)
         return out, jax.ShapeDtypeStruct((batch, heads, q_length), accumulation_dtype(inputs.query.dtype))

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import jax
 from jax.typing import ArrayLike
 
-from tilewright.kernels.matmul.arguments import check_sizes_on_host, floating, grouping
+from tilewright.kernels.matmul.arguments import CONTENTS, floating, grouping
 from tilewright.kernels.matmul.cases import GATED_CASES
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.op import MatmulKernel
@@ -22,6 +22,7 @@ class GatedGroupedMatmul(MatmulKernel):
     """Two grouped matmuls and a gated activation; see ``gated_grouped_matmul`` for the arguments."""
 
     cases = GATED_CASES
+    contents = CONTENTS
     run_is_forward: ClassVar[bool] = False  # it keeps no pre-activations
     always: ClassVar[tuple[str, ...]] = ("up", "group_sizes")
 
@@ -95,5 +96,4 @@ def gated_grouped_matmul(
     Raises:
       ValueError, TypeError, UnsupportedError: as ``grouped_matmul``.
     """
-    check_sizes_on_host(group_sizes)
     return _GATED_GROUPED_MATMUL(lhs, gate, up, group_sizes, **options)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from tilewright.kernels.matmul.arguments import check_sizes_on_host, floating, grouping, scale_array, widened
+from tilewright.kernels.matmul.arguments import CONTENTS, floating, grouping, scale_array, widened
 from tilewright.kernels.matmul.cases import GROUPED_CASES
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.op import MatmulKernel
@@ -23,6 +23,7 @@ class GroupedMatmul(MatmulKernel):
     """The matmul of rows in groups, each with a matrix of its own; see ``grouped_matmul`` for the arguments."""
 
     cases = GROUPED_CASES
+    contents = CONTENTS
     always: ClassVar[tuple[str, ...]] = ("group_sizes",)
 
     def __init__(self) -> None:
@@ -103,7 +104,8 @@ def grouped_matmul(
       rhs: ``[groups, k, n]``.
       group_sizes: ``[groups]`` integers, the rows of each group. Any numbers are defined: rows behind the last group
         give zeros, in the result and in the gradient of lhs, and whatever they hold reaches nothing; a group ends at
-        row m; a negative size counts as zero. NumPy arrays and lists with a negative size are an error.
+        row m; a negative size counts as zero. In NumPy arrays and lists a negative size, or more rows than lhs has, is
+        an error.
       precision: as in ``jax.lax.dot``, of one value for both operands.
       preferred_element_type: the dtype of the result; by default that of the operands, and bfloat16 for operands of
         8 bits with scales.
@@ -123,6 +125,5 @@ def grouped_matmul(
       ValueError, TypeError: a wrong argument; the message holds its value.
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
-    check_sizes_on_host(group_sizes)
     out = _GROUPED_MATMUL(lhs, rhs, group_sizes, precision, preferred_element_type, group_offset, **options)
     return out if out_sharding is None else jax.reshard(out, out_sharding)
