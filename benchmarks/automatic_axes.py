@@ -127,7 +127,7 @@ def updated(loss: Callable[..., Any], parameters: dict[str, Any], x: jax.Array, 
 
 def manual_step(model: Model, mesh: Mesh) -> Callable[..., Any]:
     """The step inside ``shard_map``, whose types say which gradients to sum."""
-    options = {"axis_name": "model"} if model.splits_vocabulary else {}
+    options: dict[str, Any] = {"axis_name": "model"} if model.splits_vocabulary else {}
     ops = dataclasses.replace(
         OURS, loss=functools.partial(linear_cross_entropy, **options), summed=lambda x: lax.psum(x, "model")
     )
@@ -145,7 +145,7 @@ def measured(model: Model, mesh: Mesh, rounds: int, kinds: list[str]) -> list[di
     specs = model.specs()
     parameters = {name: jax.device_put(w, NamedSharding(mesh, specs[name])) for name, w in model.parameters().items()}
     operands = (parameters, *(jax.device_put(x, NamedSharding(mesh, P("data"))) for x in model.tokens()))
-    steps = {
+    steps: dict[str, Callable[..., Any]] = {
         AUTOMATIC: functools.partial(updated, functools.partial(loss_of, model, OURS)),
         MANUAL: manual_step(model, mesh),
         PLAIN: functools.partial(updated, functools.partial(loss_of, model, THEIRS)),
@@ -202,7 +202,7 @@ def main() -> None:
         for splits in (False, True) if model_axis > 1 else (False,):
             model = Model(splits_vocabulary=splits)
             if arguments.tiny:
-                sizes = {"layers": 2, "d": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "f": 128, "vocab": 256}
+                sizes: dict[str, Any] = {"layers": 2, "d": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "f": 128, "vocab": 256}
                 model = dataclasses.replace(model, **sizes, length=64)
             rows += measured(model, mesh, arguments.rounds, arguments.kinds)
     if not arguments.tiny:

@@ -249,8 +249,11 @@ def _partition(arg_shapes: Any, arg_shardings: Any, result_shape: Any, result_sh
     ]
     x64, precision = pending.settings
     devices = pending.devices or None
-    settings = (jax.enable_x64(x64), jax.default_matmul_precision(precision), default_promotion())
-    with on_device(mesh), settings[0], settings[1], settings[2], run_by(lambda: devices):
+    with contextlib.ExitStack() as stack:
+        for each in (on_device(mesh), jax.enable_x64(x64), jax.default_matmul_precision(precision)):
+            stack.enter_context(each)
+        stack.enter_context(default_promotion())
+        stack.enter_context(run_by(lambda: devices))
         module = jax_mlir.build_mlir_module_helper(
             jax.make_jaxpr(parts.function)(*structs),
             name="part",
