@@ -1,23 +1,32 @@
 """Attention for Equinox: a module that replaces ``equinox.nn.MultiheadAttention``."""
 
+import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+# Imported under its own name: a program may replace `equinox.nn.MultiheadAttention` by ours.
+from equinox.nn import MultiheadAttention as EquinoxAttention
+
 from tilewright.modules import flash_attention
 
-SIZES = ("query_size", "key_size", "value_size", "output_size", "qk_size", "vo_size")
-BIASES = ("use_query_bias", "use_key_bias", "use_value_bias", "use_output_bias")
+_COPIED = (
+    "query_proj", "key_proj", "value_proj", "output_proj", "dropout", "num_heads",
+    "query_size", "key_size", "value_size", "output_size", "qk_size", "vo_size",
+    "use_query_bias", "use_key_bias", "use_value_bias", "use_output_bias",
+)  # fmt: skip
+"""The fields of Equinox's layer, which ours has too."""
 
 
 class MultiheadAttention(eqx.Module):
     """``equinox.nn.MultiheadAttention``, computed by ``flash_attention``.
 
-    It has the arguments, the parameters and, for one key, the initial values of Equinox's. Two results differ: a query
-    that attends to nothing gives zeros, where Equinox averages all values, and dropout drops other positions.
+    It has the arguments, the fields, the parameters and, for one key, the initial values of Equinox's, so that
+    ``equinox.nn.MultiheadAttention`` may be replaced by it for a whole program. Two results differ: a query that
+    attends to nothing gives zeros, where Equinox averages all values, and dropout drops other positions.
 
     Args:
       num_heads: of queries, keys and values.
@@ -38,6 +47,16 @@ class MultiheadAttention(eqx.Module):
     output_proj: eqx.nn.Linear
     dropout: eqx.nn.Dropout
     num_heads: int = eqx.field(static=True)
+    query_size: int = eqx.field(static=True)
+    key_size: int = eqx.field(static=True)
+    value_size: int = eqx.field(static=True)
+    output_size: int = eqx.field(static=True)
+    qk_size: int = eqx.field(static=True)
+    vo_size: int = eqx.field(static=True)
+    use_query_bias: bool = eqx.field(static=True)
+    use_key_bias: bool = eqx.field(static=True)
+    use_value_bias: bool = eqx.field(static=True)
+    use_output_bias: bool = eqx.field(static=True)
     causal: bool = eqx.field(static=True)
     platform: Any = eqx.field(static=True)
 
@@ -62,27 +81,30 @@ class MultiheadAttention(eqx.Module):
         platform: object = None,
         key: jax.Array,
     ):
-        layer = eqx.nn.MultiheadAttention(
+        layer = EquinoxAttention(
             num_heads, query_size, key_size, value_size, output_size, qk_size, vo_size,
             use_query_bias, use_key_bias, use_value_bias, use_output_bias, dropout_p, inference, dtype, key=key,
         )  # fmt: skip
-        self.query_proj, self.key_proj = layer.query_proj, layer.key_proj
-        self.value_proj, self.output_proj = layer.value_proj, layer.output_proj
-        self.dropout = layer.dropout
-        self.num_heads, self.causal, self.platform = num_heads, causal, platform
+        for name in _COPIED:
+            setattr(self, name, getattr(layer, name))
+        self.causal, self.platform = causal, platform
 
     @classmethod
-    def of(cls, layer: eqx.nn.MultiheadAttention, *, causal: bool = False, platform: Any = None) -> Any:
-        """The module with the parameters of Equinox's."""
-        given = {name: getattr(layer, name) for name in (*SIZES, *BIASES)}
-        empty = eqx.filter_eval_shape(
-            lambda key: cls(layer.num_heads, **given, causal=causal, platform=platform, key=key), jax.random.key(0)
-        )
+    def of(cls, layer: "EquinoxAttention | MultiheadAttention", *, causal: bool = False, platform: Any = None) -> Self:
+        """The module with the fields of Equinox's, arrays and all; also of one of ours, with other options.
 
-        def parts(module: Any) -> list[Any]:
-            return [module.query_proj, module.key_proj, module.value_proj, module.output_proj, module.dropout]
-
-        return eqx.tree_at(parts, empty, parts(layer))
+        Raises:
+          TypeError: the layer is neither.
+        """
+        if not isinstance(layer, EquinoxAttention | MultiheadAttention):
+            raise TypeError(f"layer must be an equinox.nn.MultiheadAttention, got {type(layer).__name__}")
+        module = cls.__new__(cls)
+        # Its fields may be anything that once had a layer's structure (shapes, `None`, specs), so nothing is computed.
+        for name in _COPIED:
+            object.__setattr__(module, name, getattr(layer, name))
+        object.__setattr__(module, "causal", causal)
+        object.__setattr__(module, "platform", platform)
+        return module
 
     def __call__(
         self,
@@ -93,6 +115,7 @@ class MultiheadAttention(eqx.Module):
         *,
         key: jax.Array | None = None,
         inference: bool | None = None,
+        deterministic: bool | None = None,
         process_heads: Callable[..., Any] | None = None,
     ) -> jax.Array:
         """Attention of one sequence; ``jax.vmap`` it over a batch.
@@ -104,6 +127,7 @@ class MultiheadAttention(eqx.Module):
           mask: ``[q_length, kv_length]`` or ``[num_heads, q_length, kv_length]``, True where a query attends.
           key: a ``jax.random`` key, wanted where dropout is active.
           inference: overrides the module's.
+          deterministic: Equinox's former name of ``inference``; warns.
           process_heads: maps the heads of query, key and value, ``[length, num_heads, size]``, to others of the same
             shapes, such as rotated ones.
 
@@ -115,6 +139,9 @@ class MultiheadAttention(eqx.Module):
           RuntimeError: dropout without a key.
         """
         query, key_, value = jnp.asarray(query), jnp.asarray(key_), jnp.asarray(value)
+        if deterministic is not None:
+            warnings.warn("MultiheadAttention()(deterministic=...) is now inference=...", stacklevel=2)
+            inference = deterministic
         heads = (
             self._heads(self.query_proj, query),
             self._heads(self.key_proj, key_),
