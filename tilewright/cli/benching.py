@@ -132,9 +132,9 @@ def measure(target: str, case: Any, *, backward: bool, iters: int) -> list[Measu
     """Times every backend that can serve a case, and its peers, interleaved."""
     with user_mistakes(case.name):
         positional, keywords = case.arguments()
-    flops, platforms = costs_and_platforms(target, positional, keywords, backward)
+    flops, backends = costs_and_backends(target, positional, keywords, backward)
     contenders: dict[str, Callable[..., Any] | str] = {
-        f"tilewright {name}": functools.partial(function(target), platform=name) for name in platforms
+        f"tilewright {name}": functools.partial(function(target), platform=word) for name, word in backends.items()
     }
     contenders |= {name: peer(case) for name, peer in kernel(target).cases.peers.items()}
     remarks = {name: contender for name, contender in contenders.items() if isinstance(contender, str)}
@@ -164,10 +164,10 @@ def measure(target: str, case: Any, *, backward: bool, iters: int) -> list[Measu
     ]
 
 
-def costs_and_platforms(
+def costs_and_backends(
     target: str, positional: tuple[Any, ...], keywords: dict[str, Any], backward: bool
-) -> tuple[float, list[str]]:
-    """FLOPs of a case, and the platforms that can serve all of its stages."""
+) -> tuple[float, dict[str, str]]:
+    """FLOPs of a case, and the backends that can serve all of its stages: by name the words for ``platform``."""
     op = kernel(target)
     with user_mistakes():
         inv, _ = prepared(op, positional, keywords, concrete=False)
@@ -177,7 +177,8 @@ def costs_and_platforms(
     if not supported:
         raise UnsupportedError(target, reasons[-1])
     flops = sum(op.cost(stage).flops for stage in stages)
-    return flops, list(dict.fromkeys(name.partition(":")[0] for name in supported))
+    # A name alone may be that of a platform, which has other backends too.
+    return flops, {each.name: each.word for each in op.backends if each.name in supported}
 
 
 def _bound(

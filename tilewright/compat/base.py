@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from tilewright.errors import UnsupportedError
-from tilewright.kernels import kernel
-from tilewright.kernels.op.choice import Choice, CommonConfig, Platform
+from tilewright.kernels import OPS, kernel
+from tilewright.kernels.op.choice import Choice, CommonConfig, Platform, platform_of
 from tilewright.kernels.op.portfolio import Portfolio
 from tilewright.ops import (
     AutotunePolicy,
@@ -37,6 +37,14 @@ class Backend(enum.StrEnum):
     CPU = "cpu"
 
 
+_WORDS = ("auto", *(str(platform) for platform in Platform if platform is not Platform.MESH))
+
+
+def _exists(name: str) -> bool:
+    """True if an op has a backend of this name."""
+    return any(each.name == name for op in OPS for each in kernel(op).backends)
+
+
 @stable_id("tilewright/registry.KernelConfig", formerly=("tilewright.kernels.registry:KernelConfig",))
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelConfig(CommonConfig):
@@ -48,7 +56,7 @@ class KernelConfig(CommonConfig):
       block_d: head_dim per tile, if it is tiled.
       num_warps: warps of a GPU block.
       num_stages: stages of a GPU pipeline.
-      platform: a platform's name, or "auto".
+      platform: a platform's name, or "auto"; or a backend, "cuda:cudnn" or "cudnn", which sets ``algorithm``.
       backend: the hardware that the config is meant for.
       algorithm: the name of a backend, where a platform has several.
       priority: the config with the highest one applies if several match.
@@ -59,7 +67,7 @@ class KernelConfig(CommonConfig):
     block_d: int = 64
     num_warps: int = 4
     num_stages: int = 2
-    platform: Platform | Literal["triton", "pallas", "cuda", "xla", "auto"] = "auto"
+    platform: Platform | str = "auto"
     backend: Backend | Literal["gpu", "tpu", "cpu", "any"] = Backend.ANY
     algorithm: str | None = None
     priority: int = 0
@@ -69,6 +77,15 @@ class KernelConfig(CommonConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"KernelConfig needs a positive integer, got {name}={value!r}")
+        if self.platform not in _WORDS:
+            platform, _, name = str(self.platform).rpartition(":")
+            if not name or platform not in ("", *_WORDS) or self.algorithm not in (None, name) or not _exists(name):
+                raise ValueError(
+                    f"KernelConfig needs 'auto', one of {list(_WORDS[1:])}, or a backend of an op, such as "
+                    f"'cuda:cudnn', got platform={self.platform!r}, algorithm={self.algorithm!r}"
+                )
+            object.__setattr__(self, "platform", platform or "auto")
+            object.__setattr__(self, "algorithm", name)
         if self.platform != "auto":
             object.__setattr__(self, "platform", Platform(self.platform))
         object.__setattr__(self, "backend", Backend(self.backend))
@@ -93,7 +110,7 @@ class KernelConfig(CommonConfig):
 
 def detect_platform(
     algorithm: str,
-    platform: Platform | Literal["triton", "pallas", "cuda", "xla", "auto"] | None = "auto",
+    platform: Platform | str | None = "auto",
     maybe_pallas: bool = False,
 ) -> Platform:
     """The platform that an op would run on here.
@@ -103,18 +120,20 @@ def detect_platform(
 
     Args:
       algorithm: the name of an op, such as "flash_attention".
-      platform: a platform to insist on.
+      platform: a platform to insist on; a backend, such as "cuda:cudnn", has one.
       maybe_pallas: on a GPU prefer Pallas, where it is available.
 
     Raises:
       ValueError: there is no such op, or it has no backend for the platform that was asked for.
     """
-    available = _available(kernel(algorithm))
+    op = kernel(algorithm)
+    available = _available(op)
     if platform is not None and platform != "auto":
-        if platform not in available:
+        found = platform_of(op.backends.word(platform) or "")
+        if found not in available:
             names = sorted(map(str, available))
             raise ValueError(f"{algorithm} has no backend for {platform=}; available: {names}")
-        return Platform(platform)
+        return Platform(found)
     order = {
         "gpu": (Platform.PALLAS,) * maybe_pallas + (Platform.TRITON,),
         "tpu": (Platform.PALLAS,),

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tilewright.kernels.op.arguments import PlatformLike, as_array, has_arithmetic, integer, number, platforms
+from tilewright.kernels.op.arguments import PlatformLike, as_array, has_arithmetic, integer, number
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.op import PagedAttentionKernel
@@ -144,7 +144,7 @@ def ragged_paged_attention(
             "k_scale": _scale("k_scale", k_scale, arrays[1].dtype),
             "v_scale": _scale("v_scale", v_scale, arrays[1].dtype),
             "sliding_window": _window(sliding_window),
-            "platform": platforms(platform),
+            "platform": _RAGGED_PAGED_ATTENTION.backends.allowed(platform),
         }
         _check_mask_value(mask_value)
     return _ragged(*arrays, **static, cfg=cfg)
@@ -214,7 +214,7 @@ class PagedAttention(PagedAttentionKernel):
         kv_heads, num_pages, page_size, head_dim = k_pages.shape
         sequences = q.shape[0] * kv_heads
         there = (page_indices >= 0) & (page_indices < num_pages)
-        first = num_pages * jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
+        first = num_pages * jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
         table = jnp.where(there[:, None], page_indices[:, None] + first, -1)
         key, value = (pages.reshape(-1, page_size, 1, head_dim) for pages in (k_pages, v_pages))
         scales = (None if each is None else each.reshape(-1, page_size, 1) for each in (k_scale, v_scale))
@@ -287,7 +287,7 @@ def paged_attention(
         arrays = _decoding_arrays(q, keys, values, lengths, page_indices)
         static = {
             "soft_cap": _soft_cap("attn_logits_soft_cap", attn_logits_soft_cap),
-            "platform": platforms(platform),
+            "platform": _PAGED_ATTENTION.backends.allowed(platform),
         }
     return _decoding(*arrays, key_scale, value_scale, **static, cfg=cfg)
 

@@ -154,7 +154,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, Results]):
             precision=arguments.matmul_precision(given["precision"]),
             return_lse=arguments.flag("return_lse", given["return_lse"]),
             unbatched=unbatched,
-            platform=arguments.platforms(given["platform"]),
+            platform=self.backends.allowed(given["platform"]),
         )
 
     def distributed(self, cfg: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:

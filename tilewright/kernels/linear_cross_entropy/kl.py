@@ -76,7 +76,7 @@ class LinearKlDivergence(VocabularyLoss[KlInputs]):
             is_part=axis_name is not None,
             is_distributed=may_be_distributed(*(each for each in arrays if each is not None)),
             reduction=reduction_name(reduction),
-            platform=arguments.platforms(platform),
+            platform=self.backends.allowed(platform),
         )
 
     def statistics_cotangents(

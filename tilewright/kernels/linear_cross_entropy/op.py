@@ -116,7 +116,7 @@ class LinearCrossEntropy(VocabularyLoss[LossInputs]):
             is_distributed=distributed,
             reduction=reduction_name(reduction),
             return_lse=arguments.flag("return_lse", return_lse),
-            platform=arguments.platforms(platform),
+            platform=self.backends.allowed(platform),
         )
 
     def whole(self, inputs: LossInputs, given: Mapping[str, Any], vocab: int) -> LossInputs:

@@ -15,7 +15,6 @@ from tilewright.kernels.op.arguments import (
     has_arithmetic,
     is_floating,
     number,
-    platforms,
     to_32_bit,
 )
 from tilewright.kernels.op.portfolio import PortfolioKernel
@@ -60,7 +59,7 @@ class _Norm(PortfolioKernel[NormInputs, NormResults]):
         options: dict[str, Any] = {name: number(name, value) for name, value in numbers.items()}
         if options["eps"] < 0:
             raise ValueError(f"eps must not be negative, got {options['eps']}")
-        return NormInputs(x, self.kind, residual, *vectors, platform=platforms(platform), **options)
+        return NormInputs(x, self.kind, residual, *vectors, platform=self.backends.allowed(platform), **options)
 
     def results(self, inputs: NormInputs) -> Any:
         x = struct_like(inputs.x)

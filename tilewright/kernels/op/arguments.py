@@ -20,7 +20,7 @@ from tilewright.ops.kernel.arrays import unwrapped
 
 type PlatformLike = Platform | str
 type PlatformOption = PlatformLike | Sequence[PlatformLike] | None
-"""A platform, several in order of preference, or ``None`` for any."""
+"""A platform or a backend by name, several in order of preference, or ``None`` for any; see ``Backends.allowed``."""
 type PrecisionLike = str | jax.lax.Precision | jax.lax.DotAlgorithmPreset | None
 
 
@@ -224,14 +224,3 @@ def matmul_precision(precision: object) -> jax.lax.Precision | jax.lax.DotAlgori
             f"{precision=} must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset, or the name of one, "
             "such as 'highest'"
         ) from None
-
-
-def platforms(platform: PlatformOption) -> tuple[Platform, ...] | None:
-    """The platforms allowed, in order of preference; None for any."""
-    if platform is None or platform == "auto":
-        return None
-    names = (platform,) if isinstance(platform, str) else platform
-    known = [str(member) for member in Platform if member is not Platform.MESH]
-    if not isinstance(names, Sequence) or not names or not all(name in known for name in names):
-        raise ValueError(f"{platform=} must be None, 'auto', one of {known}, or a non-empty sequence of them")
-    return tuple(Platform(name) for name in names)

@@ -14,6 +14,8 @@ from tilewright.ops.kernel.builds import Build
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
+_PLATFORMS = tuple(str(platform) for platform in Platform if platform is not Platform.MESH)
+
 
 class Backend[Inputs: OpInputs, Results, Forward, Backward](abc.ABC):
     """One backend of one op: final, stateless, without knowledge of selection.
@@ -167,6 +169,17 @@ class Loaded:
     backend: Backend[Any, Any, Any, Any] | None
     error: str = ""
 
+    @property
+    def word(self) -> str:
+        """The backend with its platform, which is not known of one that cannot be loaded."""
+        return self.name if self.backend is None else f"{self.backend.platform}:{self.name}"
+
+    def is_meant_by(self, word: str) -> bool:
+        """True if a word of ``Backends.allowed`` means the backend, or its whole platform."""
+        if self.backend is None:
+            return word.rpartition(":")[2] == self.name
+        return word in (self.backend.platform, self.word)
+
 
 # Failures are kept as well: what cannot be imported here is not tried again in every call.
 @functools.cache
@@ -201,6 +214,45 @@ class Backends:
         # Lazily, so that a backend behind the one that serves a call is not imported.
         return map(loaded, self.where)
 
+    def allowed(self, given: object) -> tuple[str, ...] | None:
+        """The platforms and backends that may run a call, in order of preference; ``None`` for any.
+
+        This is the one place that reads such words: of platforms ("cuda"), of backends as they are listed by
+        explanations and errors ("cudnn"), and of both ("cuda:cudnn"). A word that is both a platform and a backend
+        means the platform; "cuda:cuda" is the backend.
+
+        Args:
+          given: a word, a sequence of words, ``None`` or "auto": a caller's ``platform``.
+
+        Returns:
+          A ``Platform`` for a platform, and the platform and the name for a backend; for one that cannot be loaded,
+          and whose platform is not known, the word as it is.
+
+        Raises:
+          ValueError: the op has nothing of such a name, which the message lists.
+        """
+        if given is None or given == "auto":
+            return None
+        words = (given,) if isinstance(given, str) else given
+        found = [self.word(word) for word in words] if isinstance(words, Sequence) else []
+        if not found or None in found:
+            raise ValueError(
+                f"platform={given!r} must be None, 'auto', one of {list(_PLATFORMS)}, one of the backends of "
+                f"{self._op}, {[each.word for each in self]}, or a non-empty sequence of them"
+            )
+        return tuple(word for word in found if word is not None)
+
+    def word(self, given: object) -> str | None:
+        """The canonical form of one word of ``allowed``; ``None`` if it means nothing here."""
+        if not isinstance(given, str) or given in _PLATFORMS:
+            return Platform(given) if isinstance(given, str) else None
+        platform, colon, name = given.rpartition(":")
+        for each in self:
+            fits = not colon or platform == (each.backend.platform if each.backend else platform)
+            if each.name == name and fits:
+                return given if each.backend is None else each.word
+        return None
+
     @property
     def usable(self) -> Iterator[Backend[Any, Any, Any, Any]]:
         """The backends that can be loaded here."""
@@ -218,5 +270,6 @@ class Backends:
         """
         found = self.find(choice)
         if found is None:
-            raise ValueError(f"{self._op} has no backend {choice.backend!r} that can be loaded here")
+            here = ", ".join(each.word for each in self if each.backend is not None)
+            raise ValueError(f"{self._op} has no backend {choice.backend!r} that can be loaded here, only {here}")
         return found

@@ -21,6 +21,11 @@ class Platform(enum.StrEnum):
     MESH = "mesh"
 
 
+def platform_of(word: str) -> str:
+    """The platform in a word for what may run a call, such as "cuda" in "cuda:cudnn"."""
+    return word.partition(":")[0]
+
+
 def _by_backend(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of a choice, from those of versions before 0.2: a platform and an algorithm, which could be null."""
     if "platform" not in fields:
@@ -36,8 +41,8 @@ class Choice:
     """The backend that runs, and its params.
 
     Attributes:
-      backend: its name, such as "hopper" or "cudnn". A platform's name, in a config that a caller gives, is the op's
-        first backend there that can serve the call.
+      backend: its name, such as "hopper" or "cudnn". In a config that a caller gives it may have its platform before
+        it, "cuda:cudnn"; and a platform's name is the op's first backend there that can serve the call.
       params: the backend's own config: frozen, of its ``forward_params`` or ``backward_params`` type.
     """
 

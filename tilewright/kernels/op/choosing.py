@@ -30,6 +30,27 @@ _KERNELS, _PACKAGE = _OP.rpartition(".")[0], _OP.partition(".")[0]
 _PLATFORMS = frozenset(str(platform) for platform in Platform)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rejected(Mapping[str, tuple[str, ...]]):
+    """Reasons by the names of backends, found also under all words that ``platform`` takes for them.
+
+    Attributes:
+      names: the name of the backend that each other word stands for, such as "cuda:cudnn".
+    """
+
+    reasons: Mapping[str, tuple[str, ...]]
+    names: Mapping[str, str]
+
+    def __getitem__(self, word: str) -> tuple[str, ...]:
+        return self.reasons[word if word in self.reasons else self.names.get(word, word)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.reasons)
+
+    def __len__(self) -> int:
+        return len(self.reasons)
+
+
 class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
     """An op whose config is a ``Choice`` among its backends."""
 
@@ -95,10 +116,11 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
 
     def _by_name(self, choice: Choice, inv: Call) -> Choice:
         """The choice; if it has a platform for a backend, with the first one there that can serve the call."""
-        if choice.backend not in _PLATFORMS or self.backends.find(choice) is not None:
+        if self.backends.find(choice) is not None:
             return choice
-        there = [each for each in self.backends.usable if each.platform == choice.backend]
-        able = [each for each in there if not self._backend_reasons(each, inv)]
+        word = self.backends.word(choice.backend) or choice.backend
+        there = [each for each in self.backends if each.is_meant_by(word)]
+        able = [each for each in there if not self._reasons_of(each, inv)]
         # Of those that cannot serve the call the first one tells why.
         return next((dataclasses.replace(choice, backend=each.name) for each in able or there), choice)
 
@@ -124,8 +146,8 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
             return [f"{self.name} has no backend {cfg.backend!r} that can be loaded here"]
         inputs = self.inputs_of(inv)
         why, allowed = _reasons(backend, inputs, inv), self._allowed(inv)
-        if allowed is not None and backend.platform not in allowed:
-            why = [*why, f"the caller wants one of the platforms {', '.join(allowed)}"]
+        if allowed is not None and not any(map(Loaded(backend.name, backend).is_meant_by, allowed)):
+            why = [*why, f"the caller wants one of {', '.join(allowed)}"]
         if why:
             return why
         expected = _params_types(backend, inv.direction)[0]
@@ -219,8 +241,8 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
     def _backend_reasons(self, backend: AnyBackend, inv: Call) -> list[str]:
         return _reasons(backend, self.inputs_of(inv), inv)
 
-    def _allowed(self, inv: Call) -> tuple[Platform, ...] | None:
-        """The platforms that the caller allows, in order of preference; ``None`` for any."""
+    def _allowed(self, inv: Call) -> tuple[str, ...] | None:
+        """The platforms and backends that the caller allows, in order of preference; ``None`` for any."""
         return self.inputs_of(inv).platform
 
     def _by_preference(self, inv: Call) -> Iterator[Choice]:
@@ -231,14 +253,17 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
         Raises:
           UnsupportedError: no backend can serve the call.
         """
-        allowed, inputs, found = self._allowed(inv), self.inputs_of(inv), False
+        allowed, inputs, found = self._allowed(inv), self.inputs_of(inv), set[str]()
         # Deprioritised backends come last within a platform only: the caller's order of platforms is never changed.
         for platform in (None,) if allowed is None else allowed:
             last = []
-            for each in self.backends.usable:
-                if platform not in (None, each.platform) or _reasons(each, inputs, inv):
+            for loaded in self.backends:
+                each = loaded.backend
+                if each is None or each.name in found or not (platform is None or loaded.is_meant_by(platform)):
                     continue
-                found = True
+                if _reasons(each, inputs, inv):
+                    continue
+                found.add(each.name)
                 if each.deprioritized(inputs, inv.target, inv.direction):
                     last.append(each)
                 else:
@@ -251,18 +276,17 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
     def _unsupported(self, inv: Call) -> UnsupportedError:
         allowed, reasons = self._allowed(inv), self.reasons(inv)
         if allowed is not None:
-            absent = set(allowed) - {each.platform for each in self.backends.usable}
-            # Of a backend that cannot be loaded only the module's name is known, which need not be a platform's: its
-            # reason stays.
-            others = _PLATFORMS - set(allowed)
-            excluded = {
-                each.name
-                for each in self.backends
-                if (each.name if each.backend is None else each.backend.platform) in others
-            }
-            reasons = {name: why for name, why in reasons.items() if name not in excluded}
-            reasons |= {str(platform): [f"{self.name} has no backend for it here"] for platform in absent}
+            meant = {each.name for each in self.backends if self._may_be_meant(each, allowed)}
+            reasons = {name: why for name, why in reasons.items() if name in meant}
+            absent = [word for word in allowed if not any(each.is_meant_by(word) for each in self.backends)]
+            reasons |= {str(word): [f"{self.name} has no backend for it here"] for word in absent}
         return UnsupportedError(f"{self.name} ({inv.direction})", {n: why for n, why in reasons.items() if why})
+
+    def _may_be_meant(self, loaded: Loaded, allowed: Sequence[str]) -> bool:
+        """True if the caller allows a backend, or might: of one that cannot be loaded the platform is not known."""
+        if any(map(loaded.is_meant_by, allowed)):
+            return True
+        return loaded.backend is None and loaded.name not in _PLATFORMS and not _PLATFORMS.isdisjoint(allowed)
 
     # Explanations.
 
@@ -270,7 +294,8 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
         """The reasons against every backend but the chosen one, or its result in the call's last tuning."""
         others = {name: tuple(why) for name, why in self.reasons(inv).items() if name != cfg.backend}
         order = [] if all(others.values()) else list(self._by_preference(inv))
-        return {name: why or (self._why_not(name, inv, cfg, order, measured),) for name, why in others.items()}
+        found = {name: why or (self._why_not(name, inv, cfg, order, measured),) for name, why in others.items()}
+        return Rejected(found, {each.word: each.name for each in self.backends})
 
     def _why_not(self, name: str, inv: Call, cfg: Choice, order: Sequence[Choice], measured: Sequence[Any]) -> str:
         """The reason why a backend that can serve a call was not chosen; ``order`` is that without tuning."""

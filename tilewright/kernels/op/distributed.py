@@ -129,7 +129,7 @@ class DistributedOp[Inputs: DistributedInputs, Results](ChoosingOp[Inputs, Resul
         """None: the caller's ``shard_map`` has split the call."""
         return None
 
-    def _allowed(self, inv: Invocation[Choice, Any]) -> tuple[Platform, ...] | None:
+    def _allowed(self, inv: Invocation[Choice, Any]) -> tuple[str, ...] | None:
         return None
 
     def unmeasurable(self, inv: Invocation[Choice, Any]) -> str:

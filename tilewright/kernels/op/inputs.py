@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, Self, dataclass_transform
 import jax
 
 from tilewright.kernels.op.arguments import is_floating
-from tilewright.kernels.op.choice import Platform
 from tilewright.ops.kernel.arrays import struct_like
 
 type Role = Literal["option", "call", "stage"]
@@ -54,13 +53,14 @@ class OpInputs:
 
     Attributes:
       array_fields: the fields that are not static, in order.
-      platform: the platforms that the caller allows, in order of preference; ``None`` for any.
+      platform: the platforms and backends that the caller allows, in order of preference, as ``Backends.allowed``
+        names them; ``None`` for any.
       wanted: the names of the fields whose gradients a backward pass shall compute; ``None`` for all.
     """
 
     array_fields: ClassVar[tuple[dataclasses.Field[Any], ...]]
 
-    platform: tuple[Platform, ...] | None = dataclasses.field(default=None, kw_only=True, metadata=_CALL)
+    platform: tuple[str, ...] | None = dataclasses.field(default=None, kw_only=True, metadata=_CALL)
     wanted: frozenset[str] | None = dataclasses.field(default=None, kw_only=True, metadata=_STAGE)
 
     def __init_subclass__(cls) -> None:

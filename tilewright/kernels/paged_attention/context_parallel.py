@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tilewright.kernels.op.arguments import PlatformOption, as_array, flag, platforms, scaled, sinks_array, soft_cap
+from tilewright.kernels.op.arguments import PlatformOption, as_array, flag, scaled, sinks_array, soft_cap
 from tilewright.kernels.op.sharding import AxisName
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.ops.mla_decode import mla_decode
@@ -110,7 +110,7 @@ def context_parallel_page_attention(
             "key_scale": arguments.scale_array("key_scale", key_scale, keys),
             "value_scale": arguments.scale_array("value_scale", value_scale, values),
             "logits_soft_cap": soft_cap(logits_soft_cap),
-            "platform": platforms(platform),
+            "platform": platform,
             "return_lse": True,
         }
         queries, options["softmax_scale"] = scaled(queries, softmax_scale)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from tilewright.kernels.numerics.softmax import accumulation_dtype
-from tilewright.kernels.op.arguments import flag, platforms, reshape, scaled, sinks_array, soft_cap, to_32_bit
+from tilewright.kernels.op.arguments import flag, reshape, scaled, sinks_array, soft_cap, to_32_bit
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.portfolio import InferenceKernel
 from tilewright.kernels.op.public import with_defaults
@@ -130,7 +130,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
             kv_dtype=key.dtype.name,
             leading=tuple(leading),
             return_lse=flag("return_lse", given["return_lse"]),
-            platform=platforms(given["platform"]),
+            platform=self.backends.allowed(given["platform"]),
         )
 
     def canonical_blocks(

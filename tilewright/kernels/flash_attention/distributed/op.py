@@ -106,7 +106,7 @@ class ContextParallelOp(DistributedOp[ContextInputs, Any], Portfolio[ContextInpu
             precision=arguments.matmul_precision(given["precision"]),
             return_lse=arguments.flag("return_lse", given["return_lse"]),
             unbatched=unbatched,
-            platform=arguments.platforms(given["platform"]),
+            platform=cast("Portfolio[Any, Any]", self.kernel).backends.allowed(given["platform"]),
             devices=devices,
             strategy=strategy,
             axis=axis,

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from tilewright.kernels.matmul.arguments import floating, widened
 from tilewright.kernels.matmul.distributed.inputs import CollectiveInputs
+from tilewright.kernels.matmul.ops.matmul import MATMUL
 from tilewright.kernels.numerics.dots import result_dtype
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
@@ -76,7 +77,7 @@ class CollectiveMatmul(DistributedOp[CollectiveInputs, Any], PortfolioKernel[Col
             precision=arguments.matmul_precision(precision),
             other_axes=tuple(name for name in mesh.axis_names if name not in mesh.manual_axes),
             times=mesh.size // devices,
-            platform=arguments.platforms(platform),
+            platform=MATMUL.backends.allowed(platform),
             devices=devices,
             strategy=strategy,
             axis=axis_of(axis_name),

@@ -14,7 +14,7 @@ from tilewright.kernels.hopper.matmul.scattered import scattered_matmul, scatter
 from tilewright.kernels.hopper.matmul.sending import MAX_DEVICES, DeviceRing
 from tilewright.kernels.matmul.distributed.inputs import CollectiveInputs
 from tilewright.kernels.matmul.distributed.rings import PartsStrategy, gathered_by_parts, scattered_by_parts
-from tilewright.kernels.op.choice import Platform
+from tilewright.kernels.op.choice import Platform, platform_of
 from tilewright.kernels.op.sharding import unvarying, vary_over, varying_axes
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device
@@ -115,7 +115,7 @@ def remote_reasons(inputs: CollectiveInputs, device: Device) -> list[str]:
     reasons += operand_reasons({"lhs": lhs.dtype, "rhs": rhs.dtype}, inputs.out_dtype, {"k": inputs.k, "n": inputs.n})
     if 0 in (*lhs.shape, inputs.n):
         reasons.append(f"there is nothing to compute, got {lhs.shape=}, {rhs.shape=}")
-    if inputs.platform is not None and Platform.PALLAS not in inputs.platform:
+    if inputs.platform is not None and Platform.PALLAS not in map(platform_of, inputs.platform):
         reasons.append(f"its kernel is one of 'pallas', got platform={', '.join(map(repr, map(str, inputs.platform)))}")
     if not isinstance(inputs.axis, str):
         reasons.append(f"the axis must be a single one, got axis_name={inputs.axis!r}")

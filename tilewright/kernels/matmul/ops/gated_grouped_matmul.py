@@ -11,7 +11,6 @@ from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.op import MatmulKernel
 from tilewright.kernels.numerics.activations import Activation, activation_name
 from tilewright.kernels.numerics.dots import result_dtype
-from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption
 from tilewright.kernels.op.public import public_function
 from tilewright.ops.utils.stable_ids import stable_id
@@ -64,7 +63,7 @@ class GatedGroupedMatmul(MatmulKernel):
             group_sizes=sizes,
             group_offset=offset,
             activation=activation_name(activation),
-            platform=arguments.platforms(platform),
+            platform=self.backends.allowed(platform),
         )
 
 

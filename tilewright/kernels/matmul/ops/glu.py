@@ -58,7 +58,7 @@ class Glu(MatmulKernel):
             out_dtype=result_dtype(None, rows.dtype, gates.dtype, ups.dtype).name,
             up=ups,
             activation=activation_name(activation),
-            platform=arguments.platforms(platform),
+            platform=self.backends.allowed(platform),
         )
 
 

@@ -76,7 +76,7 @@ class GroupedMatmul(MatmulKernel):
             rhs_scale=scale_array("rhs_scale", rhs_scale, "rhs", matrices.shape, (1, 2)),
             transpose_rhs=transposed,
             precision=arguments.matmul_precision(precision),
-            platform=arguments.platforms(platform),
+            platform=self.backends.allowed(platform),
         )
 
 

@@ -53,7 +53,7 @@ class Matmul(MatmulKernel):
             transpose_lhs=flags[0],
             transpose_rhs=flags[1],
             precision=arguments.matmul_precision(precision),
-            platform=arguments.platforms(platform),
+            platform=self.backends.allowed(platform),
         )
         axes = inputs.k_axes
         if left.shape[axes[0]] != right.shape[axes[1]]:
@@ -63,7 +63,8 @@ class Matmul(MatmulKernel):
         return inputs
 
 
-_MATMUL = Matmul()
+MATMUL = Matmul()
+"""The one kernel behind the public function and behind the parts of distributed matmuls."""
 
 
 @public_function(Matmul.prepare)
@@ -87,4 +88,4 @@ def matmul(*args: Any, **kwargs: Any) -> jax.Array:
       ValueError, TypeError: a wrong argument; the message holds its value.
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
-    return _MATMUL(*args, **kwargs)
+    return MATMUL(*args, **kwargs)

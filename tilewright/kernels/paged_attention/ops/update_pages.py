@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tilewright.kernels.op.arguments import PlatformOption, as_array, platforms, reshape
+from tilewright.kernels.op.arguments import PlatformOption, as_array, reshape
 from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.portfolio import InferenceKernel
@@ -107,7 +107,7 @@ class UpdatePages(InferenceKernel[WriteInputs, Cache]):
             cum_q_lens=cum,
             kv_dtype=keys.dtype.name,
             headless=headless,
-            platform=platforms(platform),
+            platform=self.backends.allowed(platform),
         )
 
     def results(self, inputs: WriteInputs) -> Any:
