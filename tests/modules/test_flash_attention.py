@@ -218,8 +218,30 @@ def test_drop_in_differs_where_a_query_sees_nothing():
 def test_drop_in_implementations():
     with pytest.raises(ValueError, match="implementation='flash'"):
         dot_product_attention(QUERY, KEY, VALUE, implementation="flash")
-    with pytest.raises(RuntimeError, match=r"(?i)cudnn"):  # JAX's answer where there is none
-        dot_product_attention(QUERY, KEY, VALUE, implementation="cudnn")
+    for call in (dot_product_attention, jax.jit(dot_product_attention, static_argnames="implementation")):
+        with pytest.raises(
+            UnsupportedError, match=r"cudnn: needs a CUDA GPU of compute capability 8.0 or up"
+        ) as raised:
+            call(QUERY, KEY, VALUE, implementation="cudnn")
+        assert list(raised.value.reasons) == ["cudnn"]
+    integers = [x.astype(jnp.int32) for x in (QUERY, KEY, VALUE)]
+    for implementation in ("xla", "cudnn"):
+        with pytest.raises(TypeError, match="one floating-point dtype"):
+            dot_product_attention(*integers, implementation=implementation)
+
+
+def test_cudnn_is_our_backend_where_it_can_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tilewright.kernels.flash_attention.cudnn.jax_calls.cudnn_version", lambda: 91900)
+    arrays = [x.astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
+    with tilewright.target_device("NVIDIA H100 80GB HBM3"):
+        for options in ({}, {"is_causal": True, "return_residual": True}):
+            (found,) = tilewright.explain(
+                lambda *x, options=options: dot_product_attention(*x, implementation="cudnn", **options), *arrays
+            )
+            assert found.choice.config.backend == "cudnn"
+            assert "excluded by platform=cuda:cudnn" in found.choice.rejected["cuda"][0]
+        with pytest.raises(UnsupportedError, match="cudnn: computes in float16 or bfloat16"):
+            tilewright.explain(lambda *x: dot_product_attention(*x, implementation="cudnn"), QUERY, KEY, VALUE)
 
 
 def test_base_is_loaded_on_use():

@@ -44,26 +44,30 @@ def dot_product_attention(
     """Computes ``jax.nn.dot_product_attention`` by ``flash_attention``; see there for shapes.
 
     One result differs: a query that attends to nothing gives zeros and a residual of −inf, where JAX averages all
-    values. Arrays of integers go to JAX, which rounds the probabilities to integers.
+    values. Arrays of integers go to JAX, which rounds the probabilities to integers, if no implementation is named.
 
     Args:
       scale: may be an array, traced or not, and then has a gradient.
       local_window_size: ``w`` or ``(left, right)``; of a negative side the window begins or ends beyond the query.
-      implementation: None is the best of ours, "xla" ours on XLA; "cudnn" hands the call to JAX, which owns it.
+      implementation: None is the best of ours, "xla" ours on XLA, and "cudnn" ours with cuDNN's kernels.
 
     Returns:
       The output in the query's shape; with ``return_residual`` also the log-sum-exp, ``[batch, q_length, heads]`` in
       the key's dtype, which carries no gradient.
+
+    Raises:
+      ValueError, TypeError: a wrong argument; the message holds its value.
+      UnsupportedError: the implementation that was asked for cannot serve the call; the message holds the reasons.
     """
-    if implementation not in (None, "xla", "cudnn"):
+    if implementation not in _IMPLEMENTATIONS:
         raise ValueError(f"{implementation=} must be None, 'xla' or 'cudnn'")
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    if implementation == "cudnn" or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (query, key, value)):
+    if implementation is None and not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (query, key, value)):
         return jax_dot_product_attention(  # type: ignore[call-overload, misc]
             query, key, value, bias, mask,
             scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
-            implementation=implementation, return_residual=return_residual,
+            return_residual=return_residual,
         )  # fmt: skip
     out_shape = (*query.shape[:-1], value.shape[-1])
     query, key, value = _with_batch(query), _with_batch(key), _with_batch(value)
@@ -75,7 +79,7 @@ def dot_product_attention(
             query, key, value, bias, mask,
             causal=is_causal, sliding_window=window, softmax_scale=scale,
             query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
-            return_lse=return_residual, platform=implementation,
+            return_lse=return_residual, platform=_IMPLEMENTATIONS[implementation],
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         error.args = (_in_jax_terms(str(error)), *error.args[1:])
@@ -103,6 +107,9 @@ def _window_and_mask(window: Any, mask: Any, q_length: int, kv_length: int) -> t
         inside &= distance <= right
     return None, jnp.asarray(inside) if mask is None else jnp.logical_and(jnp.asarray(mask), inside)
 
+
+_IMPLEMENTATIONS = {None: None, "xla": "xla", "cudnn": "cuda:cudnn"}
+"""The ``platform`` for each implementation that JAX knows."""
 
 _NAMES = {
     "flash_attention": "dot_product_attention",
