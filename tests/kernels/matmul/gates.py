@@ -25,6 +25,11 @@ def activation_and_slope(name: str, x: Any) -> tuple[Any, Any]:
             return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh**2) * _ROOT * (1 + 0.134145 * x * x)
         case "relu":
             return np.maximum(x, 0), (x > 0).astype(np.float64)
+        case "sigmoid":
+            sigmoid = 1 / (1 + np.exp(-x))
+            return sigmoid, sigmoid * (1 - sigmoid)
+        case "tanh":
+            return np.tanh(x), 1 - np.tanh(x) ** 2
         case "identity":
             return x, np.ones_like(x)
     raise ValueError(name)

@@ -83,6 +83,9 @@ def _activations(case: ProductCase) -> list[ProductCase]:
 
 GATED_CASES = (
     *_activations(dataclasses.replace(GATED, sizes=(5, 0, 20, 7))),
+    _gated("transposed", transpose_rhs=True, sizes=(5, 0, 20, 7), k=33, activation="sigmoid"),
+    _gated("transposed_narrow", transpose_rhs=True, dtype="bfloat16", activation="tanh"),
+    _gated("transposed_offset", transpose_rhs=True, matrices=2, group_offset=1, sizes=(9, 8, 13, 4)),
     _gated("of_one_row", rows=1, sizes=(0, 0, 1, 0)),
     _gated("no_rows", rows=0),
     _gated("no_n", n=0),
@@ -92,6 +95,10 @@ GATED_CASES = (
 GLU_CASES = (
     *_activations(GLU),
     _gated("leading", GLU, leading=(2, 3)),
+    _gated("transposed", GLU, transpose_rhs=True, activation="gelu", k=33),
+    _gated("transposed_narrow", GLU, transpose_rhs=True, dtype="bfloat16", leading=(2,), activation="tanh"),
+    _gated("transposed_half", GLU, transpose_rhs=True, dtype="float16", activation="sigmoid"),
+    _gated("square", GLU, transpose_rhs=True, k=24, n=24),
 )
 
 

@@ -62,11 +62,12 @@ def _gated(inputs: MatmulInputs, d_out: Any) -> Found:
     """The same of a gated op, of which rhs is the gate's matrix; without groups rows have any leading dimensions."""
     arrays = inputs.lhs, d_out
     lhs, d_out = (np.asarray(x).astype(np.float64).reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in arrays)
-    gate, up = (np.asarray(x).reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in (inputs.rhs, inputs.up))
+    turned: Any = (lambda x: x.swapaxes(-1, -2)) if inputs.transpose_rhs else (lambda x: x)
+    gate, up = (turned(np.asarray(x).reshape(math.prod(x.shape[:-2]), *x.shape[-2:])) for x in (inputs.rhs, inputs.up))
     of_lhs, of_gate, of_up = np.zeros(lhs.shape), np.zeros(gate.shape), np.zeros(up.shape)
     out = np.zeros(d_out.shape)
     for matrix, rows in _groups(inputs, len(lhs), len(gate)):
         one = gate_oracle(str(inputs.activation), lhs[rows], gate[matrix], up[matrix], d_out[rows])
         out[rows], of_lhs[rows], of_gate[matrix], of_up[matrix] = (one[x] for x in ("out", "d_x", "d_gate", "d_up"))
     found = {"out": out.reshape(arrays[1].shape), "d_lhs": of_lhs.reshape(arrays[0].shape)}
-    return found | {"d_rhs": of_gate.reshape(inputs.rhs.shape), "d_up": of_up.reshape(inputs.rhs.shape)}
+    return found | {"d_rhs": turned(of_gate).reshape(inputs.rhs.shape), "d_up": turned(of_up).reshape(inputs.rhs.shape)}

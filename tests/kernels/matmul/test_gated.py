@@ -46,10 +46,14 @@ def all_of(rows: Any, gate: Any, up: Any, *rest: Any, **options: Any) -> dict[st
     return {"out": out, **dict(zip(("d_lhs", "d_gate", "d_up"), pull_back(d_out), strict=True))}
 
 
-def expected(rows: Any, gate: Any, up: Any, *rest: Any, activation: str = "silu") -> dict[str, Any]:
+def expected(
+    rows: Any, gate: Any, up: Any, *rest: Any, activation: str = "silu", transpose_rhs: bool = False
+) -> dict[str, Any]:
     """The same by the definition, in float64."""
     *sizes, d_out = rest
-    inputs = MatmulInputs(rows, gate, "float32", up, sizes[0] if sizes else None, activation=activation)
+    inputs = MatmulInputs(
+        rows, gate, "float32", up, sizes[0] if sizes else None, activation=activation, transpose_rhs=transpose_rhs
+    )
     found = oracle(inputs, d_out)
     return found | {"d_gate": found.pop("d_rhs")}
 
@@ -64,6 +68,19 @@ def test_results_and_gradients(name: str, dtype: str):
         got = jax.jit(functools.partial(all_of, activation="gelu", cfg=cfg))(*arrays)
         assert {x.dtype.name for x in got.values()} == {dtype}
         near(got, expected(*arrays, activation="gelu"))
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "tanh"])
+@pytest.mark.parametrize("name", CASES)
+def test_transposed_matrices_have_transposed_gradients(name: str, activation: str):
+    fields: dict[str, Any] = {"sizes": (5, 0, 20, 7)} if name == "grouped" else {"leading": (2, 3)}
+    arrays = arrays_of(CASES[name], transpose_rhs=True, **fields)
+    for cfg in (None, RECOMPUTING[name]):
+        got = jax.jit(functools.partial(all_of, activation=activation, transpose_rhs=True, cfg=cfg))(*arrays)
+        assert got["d_gate"].shape == arrays[1].shape
+        near(got, expected(*arrays, activation=activation, transpose_rhs=True))
+    plain = (arrays[0], *(x.swapaxes(-1, -2) for x in arrays[1:3]), *arrays[3:])
+    near(all_of(*plain, activation=activation), expected(*plain, activation=activation))
 
 
 def test_it_is_two_grouped_matmuls():
@@ -150,6 +167,9 @@ def test_splits_that_they_do_not_take(name: str, specs: Any):
         (glu, r"gate must be a floating-point array \[k, n\] with k=23", {"x": jnp.ones((3, 23))}),
         (glu, r"up must be a floating-point array", {"up": jnp.ones((24, 21))}),
         (glu, r"activation='gelu_new' must be one of", {"activation": "gelu_new"}),
+        (glu, r"gate must be .* \[n, k\], as transpose_rhs=True says, with k=24", {"transpose_rhs": True}),
+        (glu, r"up must be a floating-point array \[k, n\]", {"up": jnp.ones((1, 24, 20))}),
+        (gated_grouped_matmul, r"lhs has k=24, and axis 2 of gate", {"transpose_rhs": True}),
     ],
 )
 def test_what_they_do_not_take(op: Any, said: str, change: Any):

@@ -115,6 +115,18 @@ def test_gated(activation: Any, recompute: MatmulParams | None):
     near(got, oracle(inputs, d_out))
 
 
+@pytest.mark.parametrize("activation", ["sigmoid", "tanh"])
+def test_gated_with_transposed_matrices(activation: Any):
+    params = MatmulParams(128, 128, 2), HopperGatedBackwardParams(SMALL, SMALL, None)
+    case = dataclasses.replace(GATED, rows=200, k=72, n=136, groups=3, dtype="bfloat16", transpose_rhs=True)
+    inputs = inputs_of(dataclasses.replace(case, activation=activation))
+    d_out, kernel = cotangent_of(inputs), HopperGatedGroupedMatmul()
+    assert kernel.not_supported_reasons(inputs.structs, H100, "backward") == []
+    with interpret_mosaic():
+        got = jax.block_until_ready(jax.jit(lambda *call: run(kernel, *call, params))(inputs, d_out))
+    near(got, oracle(inputs, d_out))
+
+
 def test_gated_without_gradients_stores_one_array():
     inputs = inputs_of(dataclasses.replace(GATED, rows=64, k=72, n=136, groups=2, dtype="bfloat16"))
     with interpret_mosaic():

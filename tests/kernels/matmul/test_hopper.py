@@ -103,11 +103,17 @@ def test_leading_dimensions_and_float32_results():
     np.testing.assert_allclose(out, exact(lhs) @ exact(rhs), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_glu(recompute: bool):
+@pytest.mark.parametrize(
+    ("activation", "transposed", "recompute"),
+    [("gelu_tanh", False, False), ("gelu_tanh", False, True), ("sigmoid", True, False), ("tanh", True, True)],
+)
+def test_glu(activation: str, transposed: bool, recompute: bool):
     x, gate, up = drawn(0, 2, 70, 72), 0.1 * drawn(1, 72, 200), 0.1 * drawn(2, 72, 200)
     d_out = drawn(3, 2, 70, 200)
-    inputs, backend = MatmulInputs(x, gate, "bfloat16", up, activation="gelu_tanh"), HopperGlu()
+    stored = [each.T if transposed else each for each in (gate, up)]
+    inputs = MatmulInputs(x, stored[0], "bfloat16", stored[1], activation=activation, transpose_rhs=transposed)
+    backend = HopperGlu()
+    assert backend.not_supported_reasons(inputs.structs, H100, "backward") == []
     params = MatmulParams(128, 128, 2)
     of_backward = HopperGluBackwardParams(SMALL, PARAMS["pair"], params if recompute else None)
 
@@ -120,7 +126,7 @@ def test_glu(recompute: bool):
         got = jax.block_until_ready(jax.jit(both)(inputs, d_out))
     got = {name: each.reshape(-1, each.shape[-1]) if each.ndim == 3 else each for name, each in got.items()}
     flat = exact(x).reshape(-1, 72), exact(gate), exact(up), exact(d_out).reshape(-1, 200)
-    near(got, gate_oracle("gelu_tanh", *flat))
+    near(got | {name: got[name].T for name in ("d_gate", "d_up") if transposed}, gate_oracle(activation, *flat))
 
 
 @pytest.mark.usefixtures("on_an_h100")

@@ -56,14 +56,15 @@ class GluCase(DenseCase):
     """The sizes and options of one call of ``glu``."""
 
     activation: Activation = "silu"
+    transpose_rhs: bool = False
 
     def arguments(self, seed: int = 0) -> Arguments:
         random = np.random.default_rng(seed)
         # Matrices as a model has them: pre-activations are about 1, where activations are not linear.
         x = self.lhs(random)
-        scale = max(self.k, 1) ** -0.5
-        gate, up = ((scale * normal(random, (self.k, self.n), "float32")).astype(self.dtype) for _ in range(2))
-        return (x, gate, up), {"activation": self.activation}
+        scale, shape = max(self.k, 1) ** -0.5, (self.n, self.k) if self.transpose_rhs else (self.k, self.n)
+        gate, up = ((scale * normal(random, shape, "float32")).astype(self.dtype) for _ in range(2))
+        return (x, gate, up), {"activation": self.activation, "transpose_rhs": self.transpose_rhs}
 
 
 def jax_matmul(case: MatmulCase) -> Peer | str:
@@ -117,7 +118,8 @@ GLU_CASES = OpCases(
     options=variants(
         GluCase("", dtype="bfloat16", **_SIZES),  # type: ignore[arg-type]
         {"float32": {"dtype": "float32"}, "bfloat16": {}, "float16": {"dtype": "float16"}}
-        | {f"`{name}`": {"activation": name} for name in ACTIVATIONS},
+        | {f"`{name}`": {"activation": name} for name in ACTIVATIONS}
+        | {"`transpose_rhs`": {"transpose_rhs": True}},
     ),
     brief={"rows": 16, "k": 128, "n": 128},
 )
@@ -272,13 +274,17 @@ class GatedGroupedMatmulCase(GroupedCase):
     """The sizes and options of one call of ``gated_grouped_matmul``."""
 
     activation: Activation = "silu"
+    transpose_rhs: bool = False
 
     def arguments(self, seed: int = 0) -> Arguments:
         random = np.random.default_rng(seed)
         # Matrices as a model has them: pre-activations are about 1, where activations are not linear.
-        lhs, shape = self.lhs(random), self.matrix_shape()
+        lhs, shape = self.lhs(random), self.matrix_shape(transposed=self.transpose_rhs)
         gate, up = ((normal(random, shape, "float32") / max(self.k, 1) ** 0.5).astype(self.dtype) for _ in range(2))
-        return (lhs, gate, up, self.group_sizes(random)), {"activation": self.activation} | self.offset
+        return (lhs, gate, up, self.group_sizes(random)), self.offset | {
+            "activation": self.activation,
+            "transpose_rhs": self.transpose_rhs,
+        }
 
 
 _GATED_SMALL = GatedGroupedMatmulCase("small", rows=24, k=16, n=20, groups=3)
@@ -302,7 +308,7 @@ GATED_CASES = OpCases(
         GatedGroupedMatmulCase("", rows=256, k=256, n=256, groups=4, dtype="bfloat16"),
         {"float32": {"dtype": "float32"}, "bfloat16": {}, "float16": {"dtype": "float16"}}
         | {f"`{name}`": {"activation": name} for name in ACTIVATIONS}
-        | {"`group_offset`": {"matrices": 2, "group_offset": 1}},
+        | {"`transpose_rhs`": {"transpose_rhs": True}, "`group_offset`": {"matrices": 2, "group_offset": 1}},
     ),
     brief={"rows": 16, "groups": 2, "k": 128, "n": 128},
 )

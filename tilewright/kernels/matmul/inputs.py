@@ -41,8 +41,8 @@ class MatmulInputs(OpInputs):
       group_offset: the group of the first matrix, possibly none that exists; ``None`` for 0.
       lhs_scale, rhs_scale: ``None``, a scalar, or a scale for each block, in the layout of its operand; with groups and
         without a gate alone.
-      activation: of a gated op, which transposes nothing.
-      transpose_lhs: only without groups.
+      activation: of a gated op.
+      transpose_lhs: only without groups and without a gate.
       keeps: False to a forward pass whose pre-activations are not used.
     """
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-type Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "identity"]
+type Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh", "identity"]
 
 ACTIVATIONS: MappingProxyType[str, Callable[[Any], Any]] = MappingProxyType(
     {
@@ -16,6 +16,8 @@ ACTIVATIONS: MappingProxyType[str, Callable[[Any], Any]] = MappingProxyType(
         "gelu": functools.partial(jax.nn.gelu, approximate=False),
         "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
         "relu": jax.nn.relu,
+        "sigmoid": jax.nn.sigmoid,
+        "tanh": jnp.tanh,
         "identity": lambda x: x,
     }
 )

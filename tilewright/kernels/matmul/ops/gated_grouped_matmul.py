@@ -11,6 +11,7 @@ from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.op import MatmulKernel
 from tilewright.kernels.numerics.activations import Activation, activation_name
 from tilewright.kernels.numerics.dots import result_dtype
+from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption
 from tilewright.kernels.op.public import public_function
 from tilewright.ops.utils.stable_ids import stable_id
@@ -46,13 +47,15 @@ class GatedGroupedMatmul(MatmulKernel):
         *,
         activation: Activation = "silu",
         group_offset: ArrayLike | None = None,
+        transpose_rhs: bool = False,
         platform: PlatformOption = None,
         cfg: object = None,
     ) -> MatmulInputs:
         """Checks a call; reads only types, shapes and dtypes."""
-        rows = floating("lhs", lhs, "[m, k]")
-        gates, ups = (floating(name, x, "[groups, k, n]") for name, x in (("gate", gate), ("up", up)))
-        sizes, offset = grouping(rows, {"gate": gates, "up": ups}, group_sizes, group_offset, 1)
+        rows, transposed = floating("lhs", lhs, "[m, k]"), arguments.flag("transpose_rhs", transpose_rhs)
+        layout = "[groups, n, k]" if transposed else "[groups, k, n]"
+        gates, ups = (floating(name, x, layout) for name, x in (("gate", gate), ("up", up)))
+        sizes, offset = grouping(rows, {"gate": gates, "up": ups}, group_sizes, group_offset, 2 if transposed else 1)
         if ups.shape != gates.shape:
             raise ValueError(f"gate and up must have the same shape, got {gates.shape=}, {ups.shape=}")
         return MatmulInputs(
@@ -63,6 +66,7 @@ class GatedGroupedMatmul(MatmulKernel):
             group_sizes=sizes,
             group_offset=offset,
             activation=activation_name(activation),
+            transpose_rhs=transposed,
             platform=self.backends.allowed(platform),
         )
 
@@ -83,8 +87,10 @@ def gated_grouped_matmul(
     Args:
       lhs: ``[m, k]``, rows sorted by group.
       gate, up: ``[groups, k, n]``, or fewer matrices with ``group_offset``.
+      transpose_rhs: gate and up are ``[groups, n, k]``, and so are their gradients.
       group_sizes: ``[groups]`` integers.
-      activation: "silu", "gelu" (exact), "gelu_tanh" (the default of ``jax.nn.gelu``), "relu" or "identity".
+      activation: "silu", "gelu" (exact), "gelu_tanh" (the default of ``jax.nn.gelu``), "relu", "sigmoid", "tanh" or
+        "identity".
       group_offset: the group of the first matrix, as in ``grouped_matmul``; rows of groups without one give zeros.
       platform: None or "auto" takes the best that can serve the call; a name is strict, several are tried in order.
       cfg: a config to use instead of the selected one.

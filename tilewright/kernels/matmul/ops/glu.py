@@ -40,16 +40,20 @@ class Glu(MatmulKernel):
         up: ArrayLike,
         *,
         activation: Activation = "silu",
+        transpose_rhs: bool = False,
         platform: PlatformOption = None,
         cfg: object = None,
     ) -> MatmulInputs:
         """Checks a call; reads only types, shapes and dtypes."""
-        rows = floating("x", x, "[..., k]")
+        rows, transposed = floating("x", x, "[..., k]"), arguments.flag("transpose_rhs", transpose_rhs)
         gates, ups = (arguments.as_array(*each) for each in (("gate", gate), ("up", up)))
         for name, matrix in (("gate", gates), ("up", ups)):
-            if matrix.shape != (rows.shape[-1], *gates.shape[1:2]) or not arguments.is_floating(matrix.dtype):
+            k = matrix.shape[-1:] if transposed else matrix.shape[:1]
+            is_matrix = len(matrix.shape) == 2 and arguments.is_floating(matrix.dtype)
+            if not is_matrix or k != rows.shape[-1:] or matrix.shape != gates.shape:
+                layout = "[n, k], as transpose_rhs=True says," if transposed else "[k, n]"
                 raise ValueError(
-                    f"{name} must be a floating-point array [k, n] with k={rows.shape[-1]}, and gate and up alike, "
+                    f"{name} must be a floating-point array {layout} with k={rows.shape[-1]}, and gate and up alike, "
                     f"got {gates.shape=}, {ups.shape=}, {matrix.dtype=}"
                 )
         return MatmulInputs(
@@ -58,6 +62,7 @@ class Glu(MatmulKernel):
             out_dtype=result_dtype(None, rows.dtype, gates.dtype, ups.dtype).name,
             up=ups,
             activation=activation_name(activation),
+            transpose_rhs=transposed,
             platform=self.backends.allowed(platform),
         )
 
@@ -75,7 +80,9 @@ def glu(*args: Any, **kwargs: Any) -> jax.Array:
     Args:
       x: ``[..., k]``, floating-point.
       gate, up: ``[k, n]``.
-      activation: "silu", "gelu" (exact), "gelu_tanh" (the default of ``jax.nn.gelu``), "relu" or "identity".
+      activation: "silu", "gelu" (exact), "gelu_tanh" (the default of ``jax.nn.gelu``), "relu", "sigmoid" (the first
+        GLU, arXiv 1612.08083), "tanh" or "identity".
+      transpose_rhs: gate and up are ``[n, k]``, and so are their gradients.
       platform: None or "auto" takes the best that can serve the call; a name is strict, several are tried in order.
       cfg: a config to use instead of the selected one.
 

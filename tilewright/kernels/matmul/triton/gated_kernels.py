@@ -26,6 +26,19 @@ def activated(x, ACTIVATION: tl.constexpr):
         y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     elif ACTIVATION == "relu":
         y = tl.where(x < 0.0, 0.0, x)  # keeps NaN, which tl.maximum drops
+    elif ACTIVATION == "sigmoid":
+        y = 1.0 / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "tanh":
+        size = tl.abs(x)
+        t = tl.exp(-2.0 * size)
+        # Near 0 the quotient cancels: there the Taylor series, whose first term left out is below 2⁻²⁹ of its sum.
+        square = x * x
+        series = 1.0 + square * (
+            -0.3333333333333333
+            + square * (0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203))
+        )
+        quotient = (1.0 - t) / (1.0 + t)
+        y = tl.where(size < 0.2, x * series, tl.where(x < 0.0, -quotient, quotient))
     else:
         y = x
     return y
@@ -48,7 +61,8 @@ def tile_of(tile_matrix, tile_first, tile_end, tiles, COLUMNS: tl.constexpr, GRO
 def gated_rows_by_matrices(
     rows, gates, ups, tile_matrix, tile_first, tile_end, tiles, out, of_gate, of_up,
     K: tl.constexpr, N: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
+    KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes BLOCK_N columns of ``act(rows · gate) * (rows · up)`` of one tile of rows.
 
@@ -67,7 +81,7 @@ def gated_rows_by_matrices(
         if matrix >= 0:
             # In 64 bits: an array may have more than 2³¹ elements.
             left = rows + row.to(tl.int64)[:, None] * K + k[None, :]
-            of_matrix = matrix.to(tl.int64) * (K * N) + k[:, None] * N + n[None, :]
+            of_matrix = matrix.to(tl.int64) * (K * N) + k[:, None] * K_STRIDE + n[None, :] * N_STRIDE
             gate_pointers, up_pointers = gates + of_matrix, ups + of_matrix
             for step in tl.range(0, K, BLOCK_K):
                 # K is static: where a step divides it, no mask along K is made.
@@ -82,8 +96,8 @@ def gated_rows_by_matrices(
                 gate = tl.dot(a, b, gate, input_precision=PRECISION)
                 up = tl.dot(a, c, up, input_precision=PRECISION)
                 left += BLOCK_K
-                gate_pointers += BLOCK_K * N
-                up_pointers += BLOCK_K * N
+                gate_pointers += BLOCK_K * K_STRIDE
+                up_pointers += BLOCK_K * K_STRIDE
         at = row.to(tl.int64)[:, None] * N + n[None, :]
         mask = inside & (n[None, :] < N)
         # The output is of what the sums were before they are rounded to be kept, as in XLA's backend.
@@ -96,13 +110,14 @@ def gated_rows_by_matrices(
 @triton.jit
 def added_product(
     accumulator, left, right, row, inside, column, matrix,
-    DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, DEPTH_STRIDE: tl.constexpr, WIDTH_STRIDE: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds rows of ``left`` times the transpose of a matrix of ``right``, ``[WIDTH, DEPTH]``."""
-    # The transpose is in the strides: matrices are stored as the forward pass reads them.
+    """Adds rows of ``left`` times a matrix of ``right``, of DEPTH times WIDTH elements in the layout of the strides."""
     depth = tl.arange(0, BLOCK_DEPTH)
     a_pointers = left + row.to(tl.int64)[:, None] * DEPTH + depth[None, :]
-    b_pointers = right + matrix.to(tl.int64) * (DEPTH * WIDTH) + depth[:, None] + column[None, :] * DEPTH
+    of_matrix = depth[:, None] * DEPTH_STRIDE + column[None, :] * WIDTH_STRIDE
+    b_pointers = right + matrix.to(tl.int64) * (DEPTH * WIDTH) + of_matrix
     for step in tl.range(0, DEPTH, BLOCK_DEPTH):
         if DEPTH % BLOCK_DEPTH == 0:
             a = tl.load(a_pointers, mask=inside, other=0.0)
@@ -112,7 +127,7 @@ def added_product(
             b = tl.load(b_pointers, mask=(column[None, :] < WIDTH) & (step + depth[:, None] < DEPTH), other=0.0)
         accumulator = tl.dot(a, b, accumulator, input_precision=PRECISION)
         a_pointers += BLOCK_DEPTH
-        b_pointers += BLOCK_DEPTH
+        b_pointers += BLOCK_DEPTH * DEPTH_STRIDE
     return accumulator
 
 
@@ -120,7 +135,7 @@ def added_product(
 def gradient_of_rows(
     d_gate, d_up, gates, ups, tile_matrix, tile_first, tile_end, tiles, out,
     K: tl.constexpr, N: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes BLOCK_K columns of ``d_gate · gateᵀ + d_up · upᵀ`` of one tile of rows, rounded once."""
     COLUMNS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -132,7 +147,11 @@ def gradient_of_rows(
         total = tl.zeros((BLOCK_ROWS, BLOCK_K), tl.float32)
         if matrix >= 0:
             # One sum for both products, one after another: side by side their operands would take twice the memory.
-            total = added_product(total, d_gate, gates, row, inside, k, matrix, N, K, BLOCK_N, PRECISION)
-            total = added_product(total, d_up, ups, row, inside, k, matrix, N, K, BLOCK_N, PRECISION)
+            total = added_product(
+                total, d_gate, gates, row, inside, k, matrix, N, K, N_STRIDE, K_STRIDE, BLOCK_N, PRECISION
+            )
+            total = added_product(
+                total, d_up, ups, row, inside, k, matrix, N, K, N_STRIDE, K_STRIDE, BLOCK_N, PRECISION
+            )
         at = row.to(tl.int64)[:, None] * K + k[None, :]
         tl.store(out + at, total.to(out.dtype.element_ty), mask=inside & (k[None, :] < K))

@@ -105,8 +105,8 @@ def listed_params(inputs: MatmulInputs, device: Device, direction: Direction) ->
         count = max(len(of_lhs), len(of_rhs))
         listed = [make(of_lhs[i % len(of_lhs)], of_rhs[i % len(of_rhs)]) for i in range(count)]
     has_wgmma = device.capability is not None and device.capability[0] == 9
-    # The error function takes some dozens of registers beside both sums.
-    if not is_gated or (has_wgmma and (direction == "backward" or inputs.activation != "gelu")):
+    # The error function, and tanh, take some dozens of registers beside both sums.
+    if not is_gated or (has_wgmma and (direction == "backward" or inputs.activation not in ("gelu", "tanh"))):
         return listed
     return [each for each in listed if _sums(each) <= MAX_SUMS] or listed[-1:]
 

@@ -33,7 +33,9 @@ class TritonProducts(Products):
         inputs, tile = self.inputs, self.params.tile
         if inputs.activation is None:
             return [self._rows_by_matrices(inputs.lhs, tile, inputs.out_dtype, inputs.transpose_rhs)]
-        run = functools.partial(_launch_gated, tile, inputs.activation, inputs.keeps, self.precision)
+        run = functools.partial(
+            _launch_gated, tile, inputs.activation, inputs.keeps, inputs.transpose_rhs, self.precision
+        )
         return [x[0] for x in self._over_rows(run, [inputs.lhs])]
 
     def rows(self, d_product: jax.Array) -> jax.Array:
@@ -43,7 +45,7 @@ class TritonProducts(Products):
         inputs, tile = self.inputs, self.params.lhs
         if inputs.activation is None:
             return self._rows_by_matrices(d_products[0], tile, inputs.lhs.dtype, not inputs.transpose_rhs)
-        run = functools.partial(_launch_gradient_of_rows, tile, self.precision)
+        run = functools.partial(_launch_gradient_of_rows, tile, inputs.transpose_rhs, self.precision)
         found: jax.Array = self._over_rows(run, d_products)[0]
         return found
 
@@ -77,25 +79,19 @@ def _launch_rows(
     from tilewright.kernels.matmul.triton import kernels
 
     columns, depth = matrices.shape[2 if depth_is_last else 3], mapped[0].shape[2]
-    sizes = {
-        "K": depth,
-        "N": columns,
-        "K_STRIDE": 1 if depth_is_last else columns,
-        "N_STRIDE": depth if depth_is_last else 1,
-    }
-    options = {"PRECISION": precision}
+    sizes, options = _sizes(depth, columns, depth_is_last), {"PRECISION": precision}
     (out,) = _launch_tiles(kernels.rows_by_matrices, tile, "N", sizes, options, [dtype], mapped, [matrices])
     return out
 
 
 def _launch_gated(
-    tile: TritonTile, activation: str, keeps: bool, precision: str, mapped: Sequence[jax.Array],
+    tile: TritonTile, activation: str, keeps: bool, transposed: bool, precision: str, mapped: Sequence[jax.Array],
     matrices: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """``[batch, rows, columns]`` of the output, and of the pre-activations if they are kept."""
     from tilewright.kernels.matmul.triton import gated_kernels
 
-    sizes = {"K": mapped[0].shape[2], "N": matrices[0].shape[3]}
+    sizes = _sizes(mapped[0].shape[2], matrices[0].shape[2 if transposed else 3], transposed)
     options, dtype = {"ACTIVATION": activation, "KEEP": keeps, "PRECISION": precision}, mapped[0].dtype
     kernel, dtypes = gated_kernels.gated_rows_by_matrices, [dtype, *[dtype if keeps else None] * 2]
     results = _launch_tiles(kernel, tile, "N", sizes, options, dtypes, mapped, matrices)
@@ -103,15 +99,21 @@ def _launch_gated(
 
 
 def _launch_gradient_of_rows(
-    tile: TritonTile, precision: str, mapped: Sequence[jax.Array], matrices: tuple[jax.Array, jax.Array]
-) -> jax.Array:
+    tile: TritonTile, transposed: bool, precision: str, mapped: Sequence[jax.Array],
+    matrices: tuple[jax.Array, jax.Array],
+) -> jax.Array:  # fmt: skip
     """``[batch, rows, k]``."""
     from tilewright.kernels.matmul.triton import gated_kernels
 
-    sizes, dtype = {"K": matrices[0].shape[2], "N": mapped[0].shape[2]}, mapped[0].dtype
+    sizes, dtype = _sizes(matrices[0].shape[3 if transposed else 2], mapped[0].shape[2], transposed), mapped[0].dtype
     kernel, options = gated_kernels.gradient_of_rows, {"PRECISION": precision}
     (out,) = _launch_tiles(kernel, tile, "K", sizes, options, [dtype], mapped, matrices)
     return out
+
+
+def _sizes(k: int, n: int, transposed: bool) -> dict[str, int]:
+    """The constants of matrices that are ``[k, n]``, or ``[n, k]`` if they are transposed."""
+    return {"K": k, "N": n, "K_STRIDE": 1 if transposed else n, "N_STRIDE": k if transposed else 1}
 
 
 def _launch_tiles(
