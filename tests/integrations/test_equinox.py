@@ -98,6 +98,25 @@ def test_of_takes_the_parameters_of_equinoxs_layer(sizes: str):
     assert ours.query_proj.weight is layer.query_proj.weight
 
 
+def test_of_takes_one_of_ours_and_gives_it_other_options():
+    ours, _ = pair(dropout_p=0.2)
+    causal = MultiheadAttention.of(ours, causal=True, platform="xla")
+    assert (causal.causal, causal.platform, causal.dropout) == (True, "xla", ours.dropout)
+    x = jax.random.normal(KEY, (7, 32))
+    want = MultiheadAttention(4, 32, causal=True, key=KEY)(x, x, x)
+    np.testing.assert_allclose(causal(x, x, x, inference=True), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_field_is_equinoxs(sizes: str):
+    ours, theirs = pair(**SIZES[sizes])
+    for name in theirs.__dataclass_fields__:
+        assert eqx.tree_equal(getattr(ours, name), getattr(theirs, name)), name
+    of = MultiheadAttention.of(theirs)
+    assert jax.tree.structure(of) == jax.tree.structure(ours)
+    assert eqx.tree_equal(of, ours)
+
+
 def test_a_model_is_changed_layer_by_layer():
     class Block(eqx.Module):
         attention: Any

@@ -1,5 +1,6 @@
 """The attention_fn inside Flax's own layers, Linen's and NNX's, beside Flax's own function."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -180,11 +181,86 @@ def test_a_query_that_attends_to_nothing_gives_zeros_where_flax_averages():
     np.testing.assert_allclose(jnp.delete(got, 2, 1), jnp.delete(theirs, 2, 1), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 6, 4, 16), (6, 4, 16), (6, 4, 16)), "same rank"),
+        (((2, 3, 6, 4, 16), (2, 4, 6, 4, 16), (2, 4, 6, 4, 16)), r"batch dims .*key\.shape=\(2, 4, 6, 4, 16\)"),
+        (((2, 6, 4, 16), (2, 6, 4, 16), (2, 5, 4, 16)), "lengths must match"),
+        (((2, 6, 4, 16), (2, 6, 4, 8), (2, 6, 4, 16)), "depths must match"),
+        (((2, 6, 4, 16), (2, 6, 3, 16), (2, 6, 3, 16)), "must be a multiple"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_an_error_in_the_callers_shapes(shapes: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        dot_product_attention(*(jnp.ones(shape) for shape in shapes))
+
+
+IDS = jnp.array([[0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 1, 1]])
+LENGTHS = jnp.array([4, 6])
+
+
+@layers
+def test_lengths_inside_flaxs_layers_are_a_padding_mask(kind: str):
+    ours = functools.partial(dot_product_attention, query_seq_lengths=LENGTHS, key_value_seq_lengths=LENGTHS)
+    inside = jnp.arange(6) < LENGTHS[:, None]
+    mask = nn.make_attention_mask(inside, inside)
+    got = layer(kind, ours)(X)
+    want = layer(kind, THEIRS[kind])(X, mask=mask)
+    np.testing.assert_allclose(got[inside], want[inside], atol=1e-5)
+    # What is behind the lengths reaches nothing.
+    poisoned = jnp.where(inside[..., None], X, 1e4)
+    np.testing.assert_allclose(layer(kind, ours)(poisoned)[inside], got[inside], atol=1e-6)
+    loss = lambda function, **options: jax.grad(
+        lambda x: jnp.sum(jnp.sin(layer(kind, function)(x, **options)[inside]))
+    )(X)
+    np.testing.assert_allclose(loss(ours)[inside], loss(THEIRS[kind], mask=mask)[inside], atol=2e-5)
+
+
+@layers
+def test_segment_ids_inside_flaxs_layers_are_a_block_mask(kind: str):
+    ours = functools.partial(dot_product_attention, q_segment_ids=IDS, kv_segment_ids=IDS)
+    same = nn.make_attention_mask(IDS, IDS, jnp.equal)
+    got, want = layer(kind, ours)(X), layer(kind, THEIRS[kind])(X, mask=same)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    both = nn.combine_masks(same, CAUSAL)
+    np.testing.assert_allclose(layer(kind, ours)(X, mask=CAUSAL), layer(kind, THEIRS[kind])(X, mask=both), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lengths_and_segment_ids_have_the_batch_dimensions_of_the_query(shape: str):
+    batch = SHAPES[shape]
+    size = int(np.prod(batch))
+    lengths = jnp.arange(3, 3 + size).reshape(batch)
+    q_ids, kv_ids = (jnp.repeat(jnp.arange(3), each)[: each * 3] for each in (2, 3))
+    q_ids, kv_ids = (jnp.broadcast_to(ids, (*batch, ids.size)) for ids in (q_ids, kv_ids))
+    got = dot_product_attention(
+        *arrays(batch), key_value_seq_lengths=lengths, q_segment_ids=q_ids, kv_segment_ids=kv_ids
+    )
+    visible = (jnp.arange(9) < lengths[..., None])[..., None, :] & (q_ids[..., :, None] == kv_ids[..., None, :])
+    want = dot_product_attention(*arrays(batch), mask=visible[..., None, :, :])
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 WRONG = {
     "weights to be sown": ({"module": object()}, ValueError, "sow_weights=True"),
     "an einsum": ({"qk_attn_weights_einsum": jnp.einsum}, ValueError, "qk_attn_weights_einsum="),
-    "dropout without a generator": ({"dropout_rate": 0.1, "deterministic": False}, ValueError, "needs a dropout_rng"),
-    "a rate of one": ({"dropout_rate": 1.0, "dropout_rng": jax.random.key(0)}, ValueError, "dropout_prob"),
+    "dropout without a generator": (
+        {"dropout_rate": 0.1, "deterministic": False},
+        ValueError,
+        "dropout_rng is required",
+    ),
+    "a rate of one": ({"dropout_rate": 1.0, "dropout_rng": jax.random.key(0)}, ValueError, "dropout_rate must be in"),
+    "a rate below zero": ({"dropout_rate": -0.5}, ValueError, r"dropout_rate must be in the range \[0, 1\)"),
+    "a rate that is no number": ({"dropout_rate": float("nan")}, ValueError, "dropout_rate=nan"),
+    "a rate that is wrong where nothing drops": ({"dropout_rate": 2.0, "deterministic": True}, ValueError, "rate=2.0"),
+    "lengths of another batch": ({"query_seq_lengths": jnp.ones(3, int)}, ValueError, r"shape \(2,\), got query_seq"),
+    "ids of another length": (
+        {"q_segment_ids": jnp.ones((2, 6), int), "kv_segment_ids": jnp.ones((2, 6), int)},
+        ValueError,
+        r"\(2, 9\)",
+    ),
+    "ids of the queries alone": ({"q_segment_ids": jnp.ones((2, 6), int)}, ValueError, "kv_segment_ids"),
     "a mask that does not fit": ({"mask": jnp.ones((2, 1, 5, 9))}, ValueError, "mask must be broadcastable"),
 }
 

@@ -1,5 +1,6 @@
 """Attention for Flax, Linen and NNX alike: an ``attention_fn``."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from tilewright.kernels.op.arguments import PlatformLike, PrecisionLike
+from tilewright.kernels.op.arguments import PlatformLike, PrecisionLike, number
 from tilewright.modules import flash_attention
 from tilewright.ops.utils.promotion import default_promotion
 
@@ -32,11 +33,16 @@ def dot_product_attention(
     promote_dtype: Callable[..., Any] | None = None,
     is_causal: bool = False,
     *,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
     platform: PlatformLike | Sequence[PlatformLike] | None = None,
 ) -> jax.Array:
     """Computes Flax's ``dot_product_attention``, of Linen and of NNX, by ``flash_attention``.
 
-    For ``nn.MultiHeadDotProductAttention(attention_fn=...)`` and ``nnx.MultiHeadAttention(attention_fn=...)``. Two
+    For ``nn.MultiHeadDotProductAttention(attention_fn=...)`` and ``nnx.MultiHeadAttention(attention_fn=...)``. These
+    layers pass what Flax's function takes; ``functools.partial`` adds lengths, segment ids and the platform. Two
     results differ from Flax's: a query that attends to nothing gives zeros, where Flax averages all values; and dropout
     drops other positions, by the kernels' own generator, which ``dropout_rng`` seeds: the same share, and the same
     positions for the same key.
@@ -60,6 +66,10 @@ def dot_product_attention(
       attn_weights_value_einsum: must be ``None``.
       promote_dtype: NNX's function that brings ``(query, key, value)`` to one dtype.
       is_causal: query ``i`` sees the keys up to ``i``.
+      query_seq_lengths: ``[batch...]`` integers; later queries attend to nothing, and their results are zeros.
+      key_value_seq_lengths: ``[batch...]`` integers; later keys are invisible.
+      q_segment_ids: ``[batch..., q_length]`` integers; a query sees the keys with its own number.
+      kv_segment_ids: ``[batch..., kv_length]`` integers.
       platform: see ``flash_attention``.
 
     Returns:
@@ -76,10 +86,11 @@ def dot_product_attention(
     )
     arrays: Sequence[jax.Array] = [jnp.asarray(array) for array in (query, key, value)]
     arrays = _promoted(arrays, dtype) if promote_dtype is None else promote_dtype(tuple(arrays), dtype=dtype)
+    _check_shapes(*arrays)
     *batch, q_length, _, _ = arrays[0].shape
-    drops = not deterministic and dropout_rate > 0.0
+    drops = _drops(dropout_rate, deterministic)
     if drops and dropout_rng is None:
-        raise ValueError(f"{dropout_rate=} needs a dropout_rng; pass deterministic=True for none")
+        raise ValueError(f"a dropout_rng is required for {dropout_rate=}; pass deterministic=True for no dropout")
     rows = [array.reshape(-1, *array.shape[-3:]) if len(batch) > 1 else array for array in arrays]
     out = flash_attention(
         rows[0],
@@ -88,6 +99,10 @@ def dot_product_attention(
         None if bias is None else _scores(jnp.asarray(bias), batch),
         None if mask is None else _scores(_boolean(jnp.asarray(mask)), batch),
         causal=is_causal,
+        query_seq_lengths=_of_batch("query_seq_lengths", query_seq_lengths, batch),
+        key_value_seq_lengths=_of_batch("key_value_seq_lengths", key_value_seq_lengths, batch),
+        q_segment_ids=_of_batch("q_segment_ids", q_segment_ids, batch, q_length),
+        kv_segment_ids=_of_batch("kv_segment_ids", kv_segment_ids, batch, arrays[1].shape[-3]),
         dropout_prob=dropout_rate if drops else 0.0,
         dropout_seed=jax.random.bits(dropout_rng, (2,), jnp.uint32) if drops and dropout_rng is not None else None,
         precision=precision,
@@ -105,6 +120,39 @@ def _refuse(**options: Any) -> None:
                 f"tilewright's attention has no weights in memory and cannot serve {weights}; use Flax's own "
                 "dot_product_attention as the attention_fn of this layer"
             )
+
+
+def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+    """Raises for what ``flash_attention`` would describe in shapes that the caller has not given."""
+    got = f"got {query.shape=}, {key.shape=}, {value.shape=}"
+    if not query.ndim == key.ndim == value.ndim >= 3:
+        raise ValueError(f"query, key and value must have the same rank, [batch..., length, heads, head_dim], {got}")
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"the batch dims of query, key and value must match, {got}")
+    if key.shape[-3] != value.shape[-3]:
+        raise ValueError(f"key and value: their lengths must match, {got}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key: their depths must match, {got}")
+    if key.shape[-2] != value.shape[-2] or 0 in key.shape[-2:] or query.shape[-2] % key.shape[-2]:
+        raise ValueError(f"key and value must have as many heads, of which those of query must be a multiple, {got}")
+
+
+def _drops(rate: object, deterministic: bool) -> bool:
+    """True where dropout is active; the rate is checked in any case."""
+    rate = number("dropout_rate", rate) if not isinstance(rate, float) or math.isfinite(rate) else rate
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout_rate must be in the range [0, 1), got dropout_rate={rate}")
+    return not deterministic and rate > 0.0
+
+
+def _of_batch(name: str, array: ArrayLike | None, batch: list[int], *sizes: int) -> jax.Array | None:
+    """An array for each batch element, with one batch dimension at most."""
+    if array is None:
+        return None
+    found = jnp.asarray(array)
+    if found.shape != (*batch, *sizes):
+        raise ValueError(f"{name} must have the shape {(*batch, *sizes)}, got {name}.shape={found.shape}")
+    return found.reshape(-1, *sizes) if len(batch) > 1 else found
 
 
 @default_promotion()
