@@ -18,6 +18,7 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.flash_attention.reference import attention_reference, reference_gradients
+from tilewright.kernels.flash_attention.results import HIDING_BIAS
 from tilewright.kernels.masks import CausalMask, LengthMask, Mask, WindowMask
 from tilewright.kernels.op.backend import Backend
 from tilewright.ops.types import Direction
@@ -127,6 +128,8 @@ def as_case(index: int, row: Mapping[str, Any]) -> ConformanceCase:
     return ConformanceCase(case, row["mask"] == "object")
 
 
+MAX = float(np.finfo(np.float32).max)
+
 CASES = [as_case(index, row) for index, row in enumerate(pairwise(FACTORS))]
 
 
@@ -156,6 +159,59 @@ POSITION_BIASES = {
     "relative, lengths": _position_bias("relative", lengths=True, causal_alignment="bottom_right"),
 }
 """Calls with a bias of positions, which some backends decline."""
+
+
+OUTSIDE: dict[str, dict[str, Any]] = {
+    "lengths": {"heads": 2, "kv_heads": 2},
+    "lengths, causal": {"causal": True, "causal_alignment": "bottom_right"},
+    "lengths, cap, sinks": {"logits_soft_cap": 4.0, "sinks": 2, "kv_heads": 1},
+    "lengths, bias, dropout": {"bias": "hqk", "dropout_prob": 0.3},
+    "packed": {},
+    "packed, causal, cap": {"causal": True, "logits_soft_cap": 4.0, "q_length": 90},
+}
+"""Calls in which there are queries and keys beyond the lengths, or outside of packed sequences."""
+
+LENGTHS = ((70, 33, 0, 70), (17, 0, 64, 90))
+BOUNDARIES = (5, 20, 20, 61), (11, 48, 53, 77)
+
+
+def outside_call(name: str, dtype: str, **sizes: Any) -> tuple[AttentionInputs, np.ndarray, np.ndarray]:
+    """A call of `OUTSIDE`, and which queries and keys ``[batch, length]`` are outside of it."""
+    shape = {"batch": 4, "q_length": 70, "kv_length": 90, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": dtype}
+    options = shape | OUTSIDE[name] | sizes
+    packed = "packed" in name
+    lengths = options.pop("lengths", BOUNDARIES if packed else LENGTHS)
+    if packed:
+        options["batch"] = 1
+    case = AttentionCase("", **options)
+    arrays, kwargs = case.arguments()
+    sides = [jnp.asarray(each, jnp.int32) for each in lengths]
+    if packed and case.q_length == case.kv_length:
+        sides[1] = sides[0]
+    names = ("cum_seqlens_q", "cum_seqlens_k") if packed else ("query_seq_lengths", "key_value_seq_lengths")
+    inputs = FlashAttention().prepare(*arrays, **kwargs, **dict(zip(names, sides, strict=True)))
+    outside = []
+    for side, length in zip(sides, (case.q_length, case.kv_length), strict=True):
+        rows, ends = np.arange(length)[None], np.asarray(side)[:, None]
+        outside.append((rows < ends[0]) | (rows >= ends[-1]) if packed else rows >= ends)
+    return inputs, outside[0], outside[1]
+
+
+def poisoned(name: str, poison: float, dtype: str, **sizes: Any) -> every_op.Poisoned:
+    """A call of `OUTSIDE` with and without ``poison`` in what lies outside, which has no gradient."""
+    inputs, q_outside, kv_outside = outside_call(name, dtype, **sizes)
+    d_out, d_lse = cotangents(inputs)
+
+    def spoilt(array: jax.Array, outside: np.ndarray) -> jax.Array:
+        return jnp.where(outside.reshape(*outside.shape, *[1] * (array.ndim - 2)), poison, array).astype(array.dtype)
+
+    sides = {"query": q_outside, "key": kv_outside, "value": kv_outside}
+    bad = inputs.replace(**{side: spoilt(getattr(inputs, side), rows) for side, rows in sides.items()})
+    bad_lse = d_lse
+    if inputs.softmax_aux is None:  # sinks have a gradient through the lse of any row
+        bad_lse = jnp.swapaxes(spoilt(jnp.swapaxes(d_lse, 1, 2), q_outside), 1, 2)
+    zero = {side: np.nonzero(rows) for side, rows in (sides | {"out": q_outside}).items()}
+    return every_op.Poisoned((inputs, (d_out, d_lse)), (bad, (spoilt(d_out, q_outside), bad_lse)), zero=zero)
 
 
 def describe(conformance_case: ConformanceCase) -> str:
@@ -263,6 +319,10 @@ class Conformance(every_op.Conformance[ConformanceCase, AttentionInputs]):
     """
 
     low_bias: ClassVar[bool] = True
+    additive_dtype: ClassVar[str] = "float32"
+    """Of a bias that is a mask."""
+    outside_dtype: ClassVar[str] = "bfloat16"
+    """Of calls with something outside of their lengths."""
     dtype: ClassVar[str] = "float32"
     """Of the extreme calls that have no dtype of their own."""
     together = True
@@ -354,10 +414,41 @@ class Conformance(every_op.Conformance[ConformanceCase, AttentionInputs]):
         bias[..., 30:] = bias[:, :, 5] = bias[1, :, 7:20] = -np.inf
         self.run_and_check(FlashAttention().prepare(*arrays, bias=jnp.asarray(bias, self.dtype), **kwargs))
 
-    @pytest.mark.parametrize(
-        ("lowest", "dtype"),
-        list(itertools.product([float(jnp.finfo(jnp.bfloat16).min), -1e10], ["bfloat16", "float32"])),
-    )
+    @pytest.mark.parametrize("soft_cap", [None, 5.0])
+    @pytest.mark.parametrize("lowest", [-0.7 * MAX, -MAX, HIDING_BIAS])
+    def test_an_additive_mask(self, lowest: float, soft_cap: float | None):
+        """As of programs that cap logits first and add their mask then; a row that it hides sees nothing."""
+        dtype = "bfloat16" if self.dtype == "float32" else self.dtype
+        case = AttentionCase("", batch=2, q_length=40, kv_length=70, heads=4, kv_heads=2, head_dim=16, dtype=dtype)
+        arrays, kwargs = case.arguments()
+        visible = np.tril(np.ones((40, 70), bool), 30) & (np.arange(40) != 7)[:, None]
+        visible[11, :-5] = False
+        bias = jnp.where(jnp.asarray(visible), 0.25, lowest).astype(self.additive_dtype)[None, None]
+        assert np.all(np.asarray(bias, np.float32) <= HIDING_BIAS, where=~visible)
+        prepare = functools.partial(FlashAttention().prepare, *arrays, logits_soft_cap=soft_cap, **kwargs)
+        inputs = prepare(bias=bias)
+        # Of the oracle, too, the definition is the same call with a mask.
+        masked = prepare(bias=jnp.full_like(bias, 0.25), mask=visible[None, None])
+        found = self.run_and_check(inputs, case.tolerance_factor if soft_cap is None else 3.0)
+        given = cotangents(inputs)
+        ours, want = (oracle(each, *given).arrays for each in (inputs, masked))
+        for name in want:
+            # To the order of the oracle's sums, which is XLA's.
+            np.testing.assert_allclose(ours[name], want[name], rtol=1e-5, atol=1e-5, err_msg=name)
+        assert np.all(np.isneginf(np.asarray(found["lse"])[:, :, 7]))
+        assert not np.any(np.asarray(found["out"])[:, 7])
+        if "query" in found:
+            assert not np.any(np.asarray(found["query"])[:, 7])
+        if "bias" in found:
+            assert not np.any(np.asarray(found["bias"])[..., ~visible])
+
+    @pytest.mark.parametrize("poison", [np.nan, np.inf])
+    @pytest.mark.parametrize("name", OUTSIDE)
+    def test_what_lies_outside_reaches_nothing(self, name: str, poison: float):
+        call = poisoned(name, poison, self.outside_dtype)
+        call.check(self.compiled(call.clean[0]))
+
+    @pytest.mark.parametrize(("lowest", "dtype"), [(-1e10, "bfloat16"), (-1e10, "float32"), (-1e38, "bfloat16")])
     def test_rows_hidden_by_a_low_bias(self, lowest: float, dtype: str):
         """A softmax does not overflow in base 2, and is uniform where all logits are equal; such rows have no gradient.
 

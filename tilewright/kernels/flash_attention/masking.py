@@ -4,9 +4,11 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tilewright.kernels.flash_attention.arguments import score_array
 from tilewright.kernels.masks import (
@@ -24,6 +26,14 @@ from tilewright.kernels.op import arguments
 
 FAR = 1 << 30
 """A bound beyond every difference of positions, meaning no bound."""
+
+_LIMITS = np.iinfo(np.int32)
+
+OUTSIDE_QUERIES = (int(_LIMITS.min), int(_LIMITS.max) - 1)
+"""Segment ids of queries before the first of packed sequences and behind the last: no key has them."""
+
+OUTSIDE_KEYS = (int(_LIMITS.min) + 1, int(_LIMITS.max))
+"""Segment ids of keys before the first of packed sequences and behind the last: no query has them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -238,7 +248,7 @@ def packed_rows(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Segment ids of some rows and columns of packed sequences, and the rows' positions among all the keys.
 
-    Ids number the sequences. Beyond the last boundary, queries and keys get two different larger ids, so that ids stay
+    Ids number the sequences. Outside of them queries get `OUTSIDE_QUERIES` and keys `OUTSIDE_KEYS`, so that ids stay
     sorted and do not match.
     """
     count = q_bounds.shape[0] - 1
@@ -249,6 +259,64 @@ def packed_rows(
     shifts = kv_bounds[edge : count + edge] - q_bounds[edge : count + edge]
     # Tokens of no sequence get any position: their ids match nothing.
     q_positions = rows + shifts[jnp.clip(q_ids, 0, count - 1)]
-    # Queries have −1 before the first boundary and ``count`` behind the last.
-    kv_ids = jnp.where(kv_ids == count, count + 1, jnp.where(kv_ids < 0, -2, kv_ids))
+    q_ids, kv_ids = (
+        jnp.where(ids < 0, low, jnp.where(ids == count, high, ids))
+        for ids, (low, high) in ((q_ids, OUTSIDE_QUERIES), (kv_ids, OUTSIDE_KEYS))
+    )
     return q_ids[None], kv_ids[None], q_positions[None]
+
+
+def inside_rows(mask: Mask | None, q_length: int, kv_length: int) -> tuple[Any, Any]:
+    """The queries and the keys that lie within the lengths and within packed sequences, bool ``[batch | 1, length]``.
+
+    What lies outside attends to nothing, and nothing attends to it, so its values may be anything, NaN included. None
+    for a side on which nothing can lie outside. Segments and masks that a caller gives say nothing about it.
+    """
+    sides: tuple[list[Any], list[Any]] = ([], [])
+    for part in members(mask, AndMask):
+        if isinstance(part, LengthMask):
+            given = (part.q_lengths, part.kv_lengths)
+            for side, lengths, length in zip(sides, given, (q_length, kv_length), strict=True):
+                if lengths is not None:
+                    side.append(jnp.arange(length, dtype=jnp.int32)[None, :] < lengths[:, None])
+        elif _may_be_packed(part):
+            ids = part.q_segment_ids, part.kv_segment_ids
+            for side, own, other, outside in zip(
+                sides, ids, reversed(ids), (OUTSIDE_QUERIES, OUTSIDE_KEYS), strict=True
+            ):
+                # A caller's own ids may be these numbers, but then both sides have them.
+                side.append(~functools.reduce(operator.or_, ((own == id_) & ~jnp.any(other == id_) for id_ in outside)))
+    q_inside, kv_inside = (functools.reduce(operator.and_, side) if side else None for side in sides)
+    return q_inside, kv_inside
+
+
+def inside_ranges(mask: Mask | None, q_length: int, kv_length: int) -> Any:
+    """First and end of the queries inside, and of the keys inside (`inside_rows`): int32 ``[batch | 1, 4]``, or None.
+
+    A range without an element is ``(0, 0)``; a side on which nothing can lie outside has its whole length.
+    """
+    found = []
+    for inside, length in zip(inside_rows(mask, q_length, kv_length), (q_length, kv_length), strict=True):
+        if inside is None:
+            found.append(jnp.asarray([[0, length]], jnp.int32))
+            continue
+        first, behind = jnp.argmax(inside, axis=1), length - jnp.argmax(inside[:, ::-1], axis=1)
+        ends = jnp.stack([first, behind], axis=1).astype(jnp.int32)
+        found.append(jnp.where(inside.any(axis=1, keepdims=True), ends, 0))
+    if not may_lie_outside(mask):
+        return None
+    batch = max(part.shape[0] for part in found)
+    return jnp.concatenate([jnp.broadcast_to(part, (batch, 2)) for part in found], axis=1)
+
+
+def may_lie_outside(mask: Mask | None) -> bool:
+    """True if there are lengths or packed sequences, outside of which queries or keys may lie."""
+    return any(
+        _may_be_packed(part) or (isinstance(part, LengthMask) and bool(jax.tree.leaves(part)))
+        for part in members(mask, AndMask)
+    )
+
+
+def _may_be_packed(part: Mask) -> TypeGuard[SegmentMask]:
+    """True of the segments of packed sequences, which are one row of a call; and of a caller's for such a row."""
+    return isinstance(part, SegmentMask) and part.q_segment_ids.shape[0] == part.kv_segment_ids.shape[0] == 1

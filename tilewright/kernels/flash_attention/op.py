@@ -26,6 +26,7 @@ from tilewright.kernels.flash_attention.contents import CONTENTS
 from tilewright.kernels.flash_attention.distributed.explicit import attention_on_explicit_axes, keys_travel
 from tilewright.kernels.flash_attention.distributed.op import ContextParallelOp
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.operands import cleared
 from tilewright.kernels.flash_attention.options import AttentionOptions
 from tilewright.kernels.flash_attention.partitioning import (
     attention_partitioning,
@@ -116,7 +117,6 @@ class FlashAttention(PortfolioKernel[AttentionInputs, Results]):
         queries, keys, values, unbatched = query_key_value(query, key, value)
         batch, q_length, heads, _ = queries.shape
         shape = masking.ScoreShape(batch, heads, q_length, keys.shape[1], unbatched)
-        queries, scale = arguments.scaled(queries, given["softmax_scale"])
         prob, seed = dropout(given["dropout_prob"], given["dropout_seed"])
         bottom_right = alignment(given["causal_alignment"])
         combined, positions = masking.call_mask(
@@ -130,6 +130,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, Results]):
             cum_seqlens=(given["cum_seqlens_q"], given["cum_seqlens_k"]),
             has_position_bias=is_position_bias(bias),
         )
+        queries, scale = _scaled(queries, given["softmax_scale"], combined, keys.shape[1])
         combined = with_positions(combined, queries, keys)
         added: Any = None
         if isinstance(bias, AlibiBias | RelativeBias):
@@ -332,6 +333,17 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
     The algorithm is that of FlashAttention-2 (arXiv 2307.08691).
     """
     return _FLASH_ATTENTION(*args, **kwargs)
+
+
+def _scaled(queries: jax.Array, softmax_scale: Any, mask: Mask | None, kv_length: int) -> tuple[jax.Array, float]:
+    """`arguments.scaled`, without what lies outside of the lengths: NaN there must not reach an array's gradient."""
+    if isinstance(softmax_scale, jax.Array) and masking.may_lie_outside(mask):
+
+        def clear(queries: jax.Array, mask: Mask) -> jax.Array:
+            return cleared(queries, masking.inside_rows(mask, queries.shape[1], kv_length)[0])
+
+        queries = arguments.apply(functools.partial(clear, mask=mask), queries)
+    return arguments.scaled(queries, softmax_scale)
 
 
 def oracle_part(inputs: AttentionInputs, element: int, kv_head: int) -> OraclePart:

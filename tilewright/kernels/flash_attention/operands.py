@@ -11,6 +11,7 @@ from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.masking import inside_rows
 
 INT32_LIMIT = 1 << 31
 
@@ -42,6 +43,34 @@ def backward_arrays(inputs: AttentionInputs, results: Any, cotangents: Any) -> d
         "query": inputs.query, "key": inputs.key, "value": inputs.value, "out": out, "d_out": d_out,
         "lse": lse.astype(jnp.float32), "d_lse": None if d_lse is None else d_lse.astype(jnp.float32),
     }  # fmt: skip
+
+
+def cleared(array: jax.Array, inside: jax.Array | None) -> jax.Array:
+    """``[batch, length, heads, dim]`` with zeros outside: selected, because what is there may be NaN.
+
+    Args:
+      inside: ``[batch | 1, length]`` of `inside_rows`, or None.
+    """
+    return array if inside is None else jnp.where(inside[:, :, None, None], array, jnp.zeros((), array.dtype))
+
+
+def with_cleared_values(inputs: AttentionInputs) -> AttentionInputs:
+    """The call with zeros in the values of keys outside (`inside_rows`).
+
+    In the forward pass that suffices: their probabilities are 0, and so are those of queries outside, since logits are
+    selected by the mask; but 0 times NaN is NaN.
+    """
+    _, kv_inside = inside_rows(inputs.mask, inputs.q_length, inputs.kv_length)
+    return inputs if kv_inside is None else inputs.replace(value=cleared(inputs.value, kv_inside))
+
+
+def with_cleared_rows(inputs: AttentionInputs, d_out: jax.Array) -> tuple[AttentionInputs, jax.Array]:
+    """The call and the gradient of its output with zeros in all rows outside (`inside_rows`), for a backward pass."""
+    q_inside, kv_inside = inside_rows(inputs.mask, inputs.q_length, inputs.kv_length)
+    arrays = {"query": cleared(inputs.query, q_inside)} if q_inside is not None else {}
+    if kv_inside is not None:
+        arrays |= {"key": cleared(inputs.key, kv_inside), "value": cleared(inputs.value, kv_inside)}
+    return inputs.replace(**arrays) if arrays else inputs, cleared(d_out, q_inside)
 
 
 def pad_last_dim(array: jax.Array, dim: int) -> Any:

@@ -11,7 +11,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.masking import inside_rows
+from tilewright.kernels.flash_attention.operands import cleared
 from tilewright.kernels.flash_attention.position_bias import PositionBias
+from tilewright.kernels.flash_attention.results import hides
 from tilewright.kernels.numerics.dropout import head_keys, keep_mask_tile
 
 type Results = tuple[Float[Array, "batch q_length heads value_dim"], Float[Array, "batch heads q_length"]]
@@ -33,6 +36,15 @@ def attention_reference(inputs: AttentionInputs, compute_dtype: DTypeLike | None
     blocks of rows, recomputed in the backward pass, so memory is linear in the length. Matmuls have the call's
     precision or else JAX's default; use "highest" around the call if that is not exact.
     """
+    q_inside, kv_inside = inside_rows(inputs.mask, inputs.q_length, inputs.kv_length)
+    sides = (("query", q_inside), ("key", kv_inside), ("value", kv_inside))
+    inputs = inputs.replace(**{name: cleared(getattr(inputs, name), inside) for name, inside in sides})
+    out, lse = _all_rows(inputs, compute_dtype)
+    # Also of the gradient of the output.
+    return cleared(out, q_inside), lse
+
+
+def _all_rows(inputs: AttentionInputs, compute_dtype: DTypeLike | None) -> Results:
     dtype = jnp.dtype(compute_dtype or jnp.promote_types(inputs.query.dtype, jnp.float32))
     batch, q_length, heads, _ = inputs.query.shape
     scores_per_row = max(batch * heads * inputs.key.shape[1], 1)
@@ -93,16 +105,22 @@ def _rows(inputs: AttentionInputs, dtype: jnp.dtype, start: int | Array, size: i
     grouped = query.reshape(batch, size, kv_heads, heads // kv_heads, head_dim)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key, precision=inputs.precision)
     scores = scores.reshape(batch, heads, size, kv_length) * jnp.asarray(inputs.softmax_scale, dtype)
+    hidden = None
     if inputs.bias is not None:
         bias = inputs.bias
         rows = bias if bias.shape[2] == 1 else lax.dynamic_slice_in_dim(bias, start, size, 2)
+        hidden = hides(rows)
         scores = scores + rows.astype(dtype)
     if inputs.position_bias is not None:
         # Differences are exact only in the dtype of the logits.
         position_bias = dataclasses.replace(inputs.position_bias, values=inputs.position_bias.values.astype(dtype))
-        scores = scores + position_bias.tile(start, size, 0, kv_length, kv_length)
+        tile = position_bias.tile(start, size, 0, kv_length, kv_length)
+        hidden = hides(tile) if position_bias.kind == "relative" else None
+        scores = scores + tile
     if inputs.logits_soft_cap is not None:
         scores = inputs.logits_soft_cap * jnp.tanh(scores / inputs.logits_soft_cap)
+    if hidden is not None:
+        scores = jnp.where(hidden, -jnp.inf, scores)
     if inputs.mask is not None:
         scores = jnp.where(inputs.mask.tile(start, size, 0, kv_length), scores, -jnp.inf)
     probabilities, lse = _softmax(scores, inputs.softmax_aux)

@@ -1,9 +1,13 @@
 """The residuals that all backends of flash attention share, and gradients that need no kernel."""
 
+from typing import Any
+
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.masking import inside_rows
 from tilewright.kernels.numerics.softmax import accumulation_dtype, sinks_statistics
 
 LOWEST_LSE = -float(1 << 24)
@@ -13,7 +17,19 @@ Numbers of that size are 2 apart: it has lost the number of keys whose logits ar
 bias of −1e9 or of the lowest number of a dtype hides. P = exp(logit − lse) would then be 1 for each of these keys.
 """
 
+HIDING_BIAS = float(np.finfo(np.float32).min / 2)
+"""A bias at or below masks its key, whatever else is done to the logit: programs that mask by an additive constant,
+such as −0.7 times the largest float32 (MaxText) or the lowest number of a dtype, add it behind a soft cap.
+
+Such a bias rounds any logit away, so without a soft cap a sum is at or below it exactly where the bias is.
+"""
+
 type Results = tuple[Float[Array, "batch q_length heads value_dim"], Float[Array, "batch heads q_length"]]
+
+
+def hides(bias: Array) -> Any:
+    """True where a bias masks its key (`HIDING_BIAS`)."""
+    return bias.astype(accumulation_dtype(bias.dtype)) <= HIDING_BIAS
 
 
 def empty_forward(inputs: AttentionInputs) -> Results:
@@ -47,10 +63,14 @@ def row_terms(
 ) -> tuple[Array, Array]:
     """Delta, rowsum(dO ∘ O) − dlse, and lse with −inf replaced by +inf, each ``[batch, heads, q_length]``.
 
-    A row without a gradient then has the probability exp(x − inf) = 0 everywhere.
+    A row without a gradient then has the probability exp(x − inf) = 0 everywhere. Outside of the lengths and of packed
+    sequences dO may hold anything.
     """
     dtype = accumulation_dtype(inputs.query.dtype)
     delta, lse = jnp.sum(out.astype(dtype) * d_out.astype(dtype), axis=-1).transpose(0, 2, 1), lse.astype(dtype)
+    q_inside, _ = inside_rows(inputs.mask, inputs.q_length, inputs.kv_length)
+    if q_inside is not None:
+        delta = jnp.where(q_inside[:, None], delta, 0.0)
     if d_lse is not None:
         delta = delta - d_lse.astype(dtype)
     return zero_fully_masked_rows(delta, lse)

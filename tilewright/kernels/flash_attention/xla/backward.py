@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.operands import with_cleared_rows
 from tilewright.kernels.flash_attention.results import row_terms, sinks_gradient
 from tilewright.kernels.flash_attention.xla.position_bias import (
     add_position_bias,
@@ -53,6 +54,7 @@ def attention_backward(
     """
     axes = varying_axes((inputs, d_out))
     inputs, out, lse, d_out, d_lse = vary_over(axes, (inputs, out, lse, d_out, d_lse))
+    inputs, d_out = with_cleared_rows(inputs, d_out)
     delta, exponent = row_terms(inputs, out, lse, d_out, d_lse)
     dtype = accumulation_dtype(inputs.query.dtype)
     bias = inputs.differentiated_bias

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.operands import with_cleared_values
 from tilewright.kernels.flash_attention.results import Results
 from tilewright.kernels.flash_attention.xla.scores import Scores
 from tilewright.kernels.flash_attention.xla.tiles import (
@@ -29,7 +30,7 @@ type RowState = tuple[Any, Any, Any]
 
 def attention_forward(inputs: AttentionInputs, tiling: Tiling) -> Results:
     """``(out, lse)``; lse is float32, or float64 for float64 inputs."""
-    inputs = vary_over(varying_axes(inputs), inputs)
+    inputs = with_cleared_values(vary_over(varying_axes(inputs), inputs))
     _, (out, lse) = over_steps(tiling, lambda step, carry: (carry, _step(inputs, tiling, step)), ())
     batch, _, heads, _ = inputs.query.shape
     out = jnp.moveaxis(out, 3, 1).reshape(batch, tiling.grid.q_length, heads, -1)

@@ -11,6 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.results import hides
 from tilewright.kernels.flash_attention.xla.position_bias import TiledBias
 from tilewright.kernels.flash_attention.xla.tiles import Tiling, pad_axis, read
 from tilewright.kernels.masks import Index, Mask
@@ -83,13 +84,18 @@ class Scores:
         has_bias = self.bias is not None or self.position_bias is not None
         if has_bias or inputs.logits_soft_cap is not None or factor <= 0.0:
             x, factor = x * factor if factor != 1.0 else x, 1.0
+        hidden = None
         if self.bias is not None:
-            x = x + self._split_heads(score_tile(self.bias, self.tiling, row, column)).astype(x.dtype)
+            bias = self._split_heads(score_tile(self.bias, self.tiling, row, column))
+            x, hidden = x + bias.astype(x.dtype), hides(bias)
         if self.position_bias is not None:
-            x = x + self._split_heads(self.position_bias.tile(row, column))
+            bias = self._split_heads(self.position_bias.tile(row, column))
+            x, hidden = x + bias, hides(bias) if self.position_bias.bias.kind == "relative" else None
         if inputs.logits_soft_cap is not None:
             tanh = jnp.tanh(x / inputs.logits_soft_cap)
             x, slope = tanh * inputs.logits_soft_cap, 1.0 - tanh * tanh
+        if hidden is not None:
+            x = jnp.where(hidden, -jnp.inf, x)
         if masked:
             x = jnp.where(self._visible(row, column), x, -jnp.inf)
         return x, factor, slope
