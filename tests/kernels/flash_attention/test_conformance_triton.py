@@ -4,9 +4,12 @@ import functools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import jax
+import numpy as np
 import pytest
 
-from tests.kernels.flash_attention.conformance import Conformance, run_and_judge
+from tests.kernels.conformance import run_both
+from tests.kernels.flash_attention.conformance import Conformance, named, poisoned, run_and_judge
 from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.triton.backend import TritonFlashAttention
@@ -75,6 +78,16 @@ TMA: list[dict[str, Any]] = [
 def test_loaded_by_tma(options: dict[str, Any]):
     tiles, transposed = Tiles(32, 16, tma=True), Tiles(16, 32, tma=True)
     run(case(**options), TritonForwardParams(tiles), TritonBackwardParams(transposed, tiles))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["lengths, causal", "packed"])
+def test_what_lies_outside_is_not_loaded_by_tma(name: str, deterministic: bool):
+    """The descriptor ends with the sequences; coordinates before it are negative."""
+    tiles, transposed = Tiles(32, 16, tma=True), Tiles(16, 32, tma=True)
+    params = TritonForwardParams(tiles), TritonBackwardParams(transposed, tiles, deterministic)
+    call = poisoned(name, np.nan, "bfloat16")
+    call.check(jax.jit(lambda *given: named(*run_both(BACKEND, *given, params))))
 
 
 ON_THE_WAY: list[tuple[dict[str, Any], bool]] = [

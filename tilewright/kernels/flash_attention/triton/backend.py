@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.mask_terms import score_arrays
+from tilewright.kernels.flash_attention.masking import inside_ranges
 from tilewright.kernels.flash_attention.operands import (
     INT32_LIMIT,
     backward_arrays,
@@ -111,7 +112,7 @@ class TritonFlashAttention(Backend[AttentionInputs, Results, TritonForwardParams
             "query": inputs.query, "key": inputs.key, "value": inputs.value,
             "sinks": None if sinks is None else sinks[None],
         }  # fmt: skip
-        out, lse = call.run(functools.partial(call.forward, params), arrays | score_arrays(inputs, backward=False))
+        out, lse = call.run(functools.partial(call.forward, params), arrays | _score_arrays(inputs, backward=False))
         return out, lse
 
     def backward(
@@ -126,7 +127,7 @@ class TritonFlashAttention(Backend[AttentionInputs, Results, TritonForwardParams
             return empty_backward(inputs, *results, *cotangents)
         negative_scale, inputs = inputs.softmax_scale < 0, with_positive_scale(inputs)
         call, (out, lse), (d_out, d_lse) = TritonCall.of(inputs), results, cotangents
-        arrays = backward_arrays(inputs, results, cotangents) | score_arrays(inputs, backward=True)
+        arrays = backward_arrays(inputs, results, cotangents) | _score_arrays(inputs, backward=True)
         d_query, d_key, d_value, *rest = call.run(functools.partial(call.backward, params), arrays)
         d_bias = d_sinks = None
         if inputs.bias is not None:
@@ -141,3 +142,9 @@ class TritonFlashAttention(Backend[AttentionInputs, Results, TritonForwardParams
             "bias": d_bias,
             "softmax_aux": d_sinks,
         }
+
+
+def _score_arrays(inputs: AttentionInputs, backward: bool) -> dict[str, Any]:
+    """`score_arrays`, and the ranges outside of which a kernel loads zeros."""
+    inside = inside_ranges(inputs.mask, inputs.q_length, inputs.kv_length)
+    return score_arrays(inputs, backward) | {"inside": inside}

@@ -37,6 +37,7 @@ from tilewright.kernels.flash_attention.triton.scores import (
     capped_logits,
     decode_program_id,
     dropout_keep_mask,
+    inside_of_batch,
     load_resident_tile,
     load_row,
     load_tile,
@@ -56,11 +57,11 @@ from tilewright.kernels.flash_attention.triton.scores import (
 
 @triton.jit
 def attention_row_terms(
-    out, d_out, lse, d_lse,
+    out, d_out, lse, d_lse, inside,
     q_length,
     delta, lse_log2,
     HEADS: tl.constexpr, HEAD_VALUE_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_D_LSE: tl.constexpr,
+    HAS_D_LSE: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     """Computes delta and lse_log2 of a tile of rows: float32 ``[batch, heads, padded_length(q_length)]``.
 
@@ -72,7 +73,10 @@ def attention_row_terms(
     start = tile * BLOCK
     offset = batch.to(tl.int64) * q_length * (HEADS * HEAD_VALUE_DIM)
     o = load_tile(out + offset, head, start, q_length, HEADS, BLOCK, VALUE_DIM, HEAD_VALUE_DIM, True, False)
-    d_o = load_tile(d_out + offset, head, start, q_length, HEADS, BLOCK, VALUE_DIM, HEAD_VALUE_DIM, True, False)
+    q_first, q_end, _, _ = inside_of_batch(inside, batch, q_length, q_length, INSIDE)
+    d_o = load_tile(
+        d_out + offset, head, start, q_end, HEADS, BLOCK, VALUE_DIM, HEAD_VALUE_DIM, True, False, q_first, INSIDE
+    )  # fmt: skip
     rows = start + tl.arange(0, BLOCK)
     inside = rows < q_length
     row = head_index.to(tl.int64) * q_length + rows
@@ -120,11 +124,12 @@ def probabilities(
 def key_value_steps(
     d_k, d_v, k, v, query_source, d_out_source, lse_log2_source, delta_source, bias, q_rows, kv_rows, mask,
     dropout_keys, d_query, d_bias, batch, first_head, first_column, start, end, q_length, kv_length,
+    q_first, q_end,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
     SOFT_CAP: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, BANDED: tl.constexpr, HAS_ROWS: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr, MASKED: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     """Adds the contributions of the queries from ``start`` to ``end`` of every head to dK and dV of a tile of keys.
 
@@ -144,8 +149,12 @@ def key_value_steps(
             bias, mask, dropout_keys, batch, head, q_length, kv_length, HEADS, BIAS, MASK, THRESHOLD
         )
         # Zeros beyond the end: what memory holds there times P = 0 may be NaN.
-        q = load_tile(query_source, head, row, q_length, HEADS, BLOCK_Q, DIM, HEAD_DIM, MASKED, TMA)
-        d_o = load_tile(d_out_source, head, row, q_length, HEADS, BLOCK_Q, VALUE_DIM, HEAD_VALUE_DIM, MASKED, TMA)
+        q = load_tile(
+            query_source, head, row, q_end, HEADS, BLOCK_Q, DIM, HEAD_DIM, MASKED, TMA, q_first, INSIDE
+        )  # fmt: skip
+        d_o = load_tile(
+            d_out_source, head, row, q_end, HEADS, BLOCK_Q, VALUE_DIM, HEAD_VALUE_DIM, MASKED, TMA, q_first, INSIDE
+        )  # fmt: skip
         # All tiles of scores in this kernel are [keys, queries]: S, P, dP and dS below are transposed.
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         # Beyond the end +inf, or 0 by TMA: such a step is always MASKED, which hides these rows in either case.
@@ -186,8 +195,8 @@ def key_value_steps(
 
 @triton.jit
 def attention_key_value_gradients(
-    query, key, value, d_out, lse_log2, delta, bias, q_rows, kv_rows, mask, query_ranges, dropout_keys, d_query,
-    d_bias,
+    query, key, value, d_out, lse_log2, delta, bias, q_rows, kv_rows, mask, query_ranges, inside, dropout_keys,
+    d_query, d_bias,
     q_length, kv_length,
     d_key, d_value,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_VALUE_DIM: tl.constexpr,
@@ -196,6 +205,7 @@ def attention_key_value_gradients(
     BANDED: tl.constexpr, HAS_ROWS: tl.constexpr, Q_ROWS_BATCH: tl.constexpr, KV_ROWS_BATCH: tl.constexpr,
     MASK: tl.constexpr, RANGES: tl.constexpr, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr, FUSED: tl.constexpr,
+    INSIDE: tl.constexpr,
 ):  # fmt: skip
     """Computes dK and dV of one tile of keys of one head of keys, over all query heads that share it.
 
@@ -211,12 +221,20 @@ def attention_key_value_gradients(
     value_offset = batch_64 * kv_length * (KV_HEADS * HEAD_VALUE_DIM)
     query_offset = batch_64 * q_length * (HEADS * HEAD_DIM)
     out_offset = batch_64 * q_length * (HEADS * HEAD_VALUE_DIM)
-    k = load_resident_tile(key + key_offset, kv_head, first_column, kv_length, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, TMA)
+    q_first, q_end, kv_first, kv_end = inside_of_batch(inside, batch, q_length, kv_length, INSIDE)
+    k = load_resident_tile(
+        key + key_offset, kv_head, first_column, kv_end, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, TMA, kv_first, INSIDE
+    )  # fmt: skip
     v = load_resident_tile(
-        value + value_offset, kv_head, first_column, kv_length, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, TMA
-    )
-    query_source = tile_source(query + query_offset, q_length, HEADS, BLOCK_Q, DIM, HEAD_DIM, TMA)
-    d_out_source = tile_source(d_out + out_offset, q_length, HEADS, BLOCK_Q, VALUE_DIM, HEAD_VALUE_DIM, TMA)
+        value + value_offset, kv_head, first_column, kv_end, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, TMA,
+        kv_first, INSIDE,
+    )  # fmt: skip
+    query_source = tile_source(
+        query + query_offset, q_end, HEADS, BLOCK_Q, DIM, HEAD_DIM, TMA, q_first, INSIDE
+    )  # fmt: skip
+    d_out_source = tile_source(
+        d_out + out_offset, q_end, HEADS, BLOCK_Q, VALUE_DIM, HEAD_VALUE_DIM, TMA, q_first, INSIDE
+    )  # fmt: skip
     # Rows of statistics up to this batch element's last one: the descriptor bounds what TMA reads.
     num_rows = (batch + 1) * HEADS
     lse_log2_source = row_source(lse_log2, num_rows, q_length, BLOCK_Q, TMA)
@@ -242,10 +260,10 @@ def attention_key_value_gradients(
             d_k, d_v = key_value_steps(
                 d_k, d_v, k, v, query_source, d_out_source, lse_log2_source, delta_source,
                 bias, q_rows, kv_rows, mask, dropout_keys, d_query_target, d_bias, batch, first_head, first_column,
-                bounds[part], bounds[part + 1], q_length, kv_length,
+                bounds[part], bounds[part + 1], q_length, kv_length, q_first, q_end,
                 HEADS, GROUPS, BLOCK_Q, BLOCK_K, DIM, VALUE_DIM, HEAD_DIM, HEAD_VALUE_DIM, SCALE, SOFT_CAP, LOWEST,
                 HIGHEST, BANDED, HAS_ROWS, MASK, BIAS, THRESHOLD, KEEP_SCALE,
-                PRECISION, TMA, FUSED, part != 1,
+                PRECISION, TMA, FUSED, part != 1, INSIDE,
             )  # fmt: skip
     # dS is the gradient of SCALE · S, so the scale multiplies the sums once.
     store_tile(d_key + key_offset, d_k * SCALE, kv_head, first_column, kv_length, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, TMA)
@@ -258,12 +276,12 @@ def attention_key_value_gradients(
 @triton.jit
 def query_steps(
     d_q, q, d_o, row_lse, row_delta, key, value, bias, d_bias, q_rows, kv_rows, mask, dropout_key,
-    kv_head, first_row, start, end, q_length, kv_length,
+    kv_head, first_row, start, end, q_length, kv_length, kv_first, kv_end,
     KV_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_VALUE_DIM: tl.constexpr, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, BANDED: tl.constexpr, HAS_ROWS: tl.constexpr, MASK: tl.constexpr,
     BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     """Adds the contributions of the keys from ``start`` to ``end`` to dQ of a tile of queries, and writes their dbias.
 
@@ -272,8 +290,12 @@ def query_steps(
     rows = first_row + tl.arange(0, BLOCK_Q)[:, None]
     for column in tl.range(start, end, BLOCK_K):
         columns = column + tl.arange(0, BLOCK_K)[None, :]
-        k = load_tile(key, kv_head, column, kv_length, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, MASKED, TMA)
-        v = load_tile(value, kv_head, column, kv_length, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, MASKED, TMA)
+        k = load_tile(
+            key, kv_head, column, kv_end, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, MASKED, TMA, kv_first, INSIDE
+        )  # fmt: skip
+        v = load_tile(
+            value, kv_head, column, kv_end, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, MASKED, TMA, kv_first, INSIDE
+        )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         # Before the exponentials, which it does not depend on.
         d_p = tl.dot(d_o, tl.trans(v), input_precision=PRECISION)
@@ -297,7 +319,7 @@ def query_steps(
 
 @triton.jit
 def attention_query_gradients(
-    query, key, value, d_out, lse_log2, delta, bias, q_rows, kv_rows, mask, key_ranges, dropout_keys, d_bias,
+    query, key, value, d_out, lse_log2, delta, bias, q_rows, kv_rows, mask, key_ranges, inside, dropout_keys, d_bias,
     q_length, kv_length,
     d_query,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_VALUE_DIM: tl.constexpr,
@@ -305,7 +327,7 @@ def attention_query_gradients(
     LAST_FIRST: tl.constexpr, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
     BANDED: tl.constexpr, HAS_ROWS: tl.constexpr, Q_ROWS_BATCH: tl.constexpr, KV_ROWS_BATCH: tl.constexpr,
     MASK: tl.constexpr, RANGES: tl.constexpr, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     """Computes dQ of one tile of queries of one head, and the visible part of its dbias.
 
@@ -332,22 +354,25 @@ def attention_query_gradients(
     bounds = visible_span(
         first_row, q_length, kv_length, ranges, 1, BLOCK_Q, BLOCK_K, LOWEST, HIGHEST, BANDED, RANGES >= 0, False
     )
-    q = load_resident_tile(query + query_offset, head, first_row, q_length, HEADS, BLOCK_Q, DIM, HEAD_DIM, TMA)
+    q_first, q_end, kv_first, kv_end = inside_of_batch(inside, batch, q_length, kv_length, INSIDE)
+    q = load_resident_tile(
+        query + query_offset, head, first_row, q_end, HEADS, BLOCK_Q, DIM, HEAD_DIM, TMA, q_first, INSIDE
+    )  # fmt: skip
     d_o = load_resident_tile(
-        d_out + out_offset, head, first_row, q_length, HEADS, BLOCK_Q, VALUE_DIM, HEAD_VALUE_DIM, TMA
-    )
+        d_out + out_offset, head, first_row, q_end, HEADS, BLOCK_Q, VALUE_DIM, HEAD_VALUE_DIM, TMA, q_first, INSIDE
+    )  # fmt: skip
     # Loaded once, before the loop: pointers suffice, and beyond the end they give +inf where TMA gives zeros.
     row_lse = load_row(lse_log2, head_index, first_row, q_length, BLOCK_Q, float("inf"), True, False)
     row_delta = load_row(delta, head_index, first_row, q_length, BLOCK_Q, 0.0, True, False)
-    key_source = tile_source(key, kv_length, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, TMA)
-    value_source = tile_source(value, kv_length, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, TMA)
+    key_source = tile_source(key, kv_end, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, TMA, kv_first, INSIDE)
+    value_source = tile_source(value, kv_end, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, TMA, kv_first, INSIDE)
     d_q = tl.zeros((BLOCK_Q, DIM), tl.float32)
     for part in tl.static_range(3):
         if (PARTS >> part) & 1:
             d_q = query_steps(
                 d_q, q, d_o, row_lse, row_delta, key_source, value_source, bias, d_bias, q_rows, kv_rows, mask,
-                dropout_key, kv_head, first_row, bounds[part], bounds[part + 1], q_length, kv_length,
-                KV_HEADS, BLOCK_Q, BLOCK_K, DIM, VALUE_DIM, HEAD_DIM, HEAD_VALUE_DIM, SCALE, SOFT_CAP, LOWEST, HIGHEST,
-                BANDED, HAS_ROWS, MASK, BIAS, THRESHOLD, KEEP_SCALE, PRECISION, TMA, part != 1,
+                dropout_key, kv_head, first_row, bounds[part], bounds[part + 1], q_length, kv_length, kv_first,
+                kv_end, KV_HEADS, BLOCK_Q, BLOCK_K, DIM, VALUE_DIM, HEAD_DIM, HEAD_VALUE_DIM, SCALE, SOFT_CAP, LOWEST,
+                HIGHEST, BANDED, HAS_ROWS, MASK, BIAS, THRESHOLD, KEEP_SCALE, PRECISION, TMA, part != 1, INSIDE,
             )  # fmt: skip
     store_tile(d_query + query_offset, d_q * SCALE, head, first_row, q_length, HEADS, BLOCK_Q, DIM, HEAD_DIM, TMA)

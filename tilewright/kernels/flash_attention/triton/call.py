@@ -25,12 +25,12 @@ CACHED_BYTES = 16 << 20
 ROW_TERMS_BLOCK = 32
 """Rows per program of ``attention_row_terms``."""
 
-_SHARED = frozenset({"bias", "mask", "q_rows", "kv_rows", "key_ranges", "query_ranges", "sinks"})
+_SHARED = frozenset({"bias", "mask", "q_rows", "kv_rows", "key_ranges", "query_ranges", "inside", "sinks"})
 """Arrays whose batch dimension may be 1, for all batch elements."""
 
 _ABSENT_DTYPES = {
     "bias": np.float32, "q_rows": np.int32, "kv_rows": np.int32, "mask": np.uint8, "key_ranges": np.int32,
-    "query_ranges": np.int32, "sinks": np.float32, "dropout_keys": np.uint32, "d_lse": np.float32,
+    "query_ranges": np.int32, "inside": np.int32, "sinks": np.float32, "dropout_keys": np.uint32, "d_lse": np.float32,
 }  # fmt: skip
 
 
@@ -65,7 +65,10 @@ class TritonCall:
         if "sinks" in given:
             # One for each head and batch element: the kernel indexes them by both at once.
             given["sinks"] = jnp.broadcast_to(given["sinks"], (batch, heads))
-        names = ("query", "key", "value", "bias", "q_rows", "kv_rows", "mask", "key_ranges", "sinks", "dropout_keys")
+        names = (
+            "query", "key", "value", "bias", "q_rows", "kv_rows", "mask", "key_ranges", "inside", "sinks",
+            "dropout_keys",
+        )  # fmt: skip
         outputs = [
             jax.ShapeDtypeStruct((batch, q_length, heads, inputs.value_dim), inputs.dtype),
             jax.ShapeDtypeStruct((batch, heads, q_length), np.float32),
@@ -110,7 +113,7 @@ class TritonCall:
         constants |= self._by_keys(arrays, tiles, fused=bool(updated))
         return self._launch(
             attention_key_value_gradients, arrays,
-            (*_BACKWARD_INPUTS, "query_ranges", "dropout_keys", "d_query", "d_bias"), outputs,
+            (*_BACKWARD_INPUTS, "query_ranges", "inside", "dropout_keys", "d_query", "d_bias"), outputs,
             _cdiv(inputs.kv_length, tiles.block_k), constants, tiles, inputs.kv_heads, updated,
         )  # fmt: skip
 
@@ -123,7 +126,7 @@ class TritonCall:
             arrays, "key_ranges", tiles, arrays["query"].shape[0] * inputs.heads, inputs.groups
         ) | self._by_queries(arrays, tiles)
         return self._launch(
-            attention_query_gradients, arrays, (*_BACKWARD_INPUTS, "key_ranges", "dropout_keys", "d_bias"),
+            attention_query_gradients, arrays, (*_BACKWARD_INPUTS, "key_ranges", "inside", "dropout_keys", "d_bias"),
             [jax.ShapeDtypeStruct(arrays["query"].shape, inputs.dtype)], _cdiv(inputs.q_length, tiles.block_q),
             constants, tiles, updated=("d_bias",) if "bias" in arrays else (),
         )  # fmt: skip
@@ -136,13 +139,13 @@ class TritonCall:
         d_lse = arrays.get("d_lse", jnp.zeros((0,), np.float32))
         return launch(
             attention_row_terms,
-            [arrays["out"], arrays["d_out"], arrays["lse"], d_lse],
+            [arrays["out"], arrays["d_out"], arrays["lse"], d_lse, arrays.get("inside", jnp.zeros((0,), np.int32))],
             [jax.ShapeDtypeStruct((batch, heads, _padded_length(q_length)), np.float32)] * 2,
             grid=[_cdiv(q_length, ROW_TERMS_BLOCK) * batch * heads],
             scalars={"q_length": q_length},
             constants={
                 "HEADS": heads, "HEAD_VALUE_DIM": value_dim, "VALUE_DIM": padded_dim(value_dim),
-                "BLOCK": ROW_TERMS_BLOCK, "HAS_D_LSE": "d_lse" in arrays,
+                "BLOCK": ROW_TERMS_BLOCK, "HAS_D_LSE": "d_lse" in arrays, "INSIDE": _inside_stride(arrays),
             },
         )  # fmt: skip
 
@@ -229,6 +232,7 @@ class TritonCall:
             "THRESHOLD": keep_threshold(inputs.drawn_dropout) if inputs.dropout else 0,
             "KEEP_SCALE": 1.0 / (1.0 - inputs.drawn_dropout),
             "PRECISION": "tf32x3" if exact else "tf32",
+            "INSIDE": _inside_stride(arrays),
             "TMA": tiles.tma and has_tma(inputs, current_device()),
         }
 
@@ -243,6 +247,14 @@ def _shape_bits(array: jax.Array | None) -> int:
     if array is None:
         return -1
     return sum(bit for bit, size in zip((8, 4, 2, 1), array.shape, strict=True) if size > 1)
+
+
+def _inside_stride(arrays: Mapping[str, Any]) -> int:
+    """Elements from a batch element's ranges of what is inside to the next one's; -1 without such ranges."""
+    if "inside" not in arrays:
+        return -1
+    batch, ends = arrays["inside"].shape
+    return ends if batch > 1 else 0
 
 
 def _padded_length(length: int) -> int:

@@ -23,11 +23,13 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.flash_attention.triton.scores import (
+    HIDING_BIAS,
     LN2,
     LOG2E,
     capped_logits,
     decode_program_id,
     dropout_keep_mask,
+    inside_of_batch,
     load_resident_tile,
     load_tile,
     ranges_of_head,
@@ -43,12 +45,12 @@ from tilewright.kernels.flash_attention.triton.scores import (
 @triton.jit
 def forward_steps(
     accumulator, row_sum, row_max, q, key, value, bias, q_rows, kv_rows, mask, dropout_key, kv_head, first_row,
-    start, end, q_length, kv_length,
+    start, end, q_length, kv_length, kv_first, kv_end,
     KV_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_VALUE_DIM: tl.constexpr, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, BANDED: tl.constexpr, HAS_ROWS: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     """Updates the accumulator, l and m of a tile of queries with the keys from ``start`` to ``end``.
 
@@ -58,7 +60,9 @@ def forward_steps(
     for column in tl.range(start, end, BLOCK_K):
         columns = column + tl.arange(0, BLOCK_K)[None, :]
         # Checked in masked parts only: the middle part consists of whole steps within the length.
-        k = load_tile(key, kv_head, column, kv_length, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, MASKED, TMA)
+        k = load_tile(
+            key, kv_head, column, kv_end, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, MASKED, TMA, kv_first, INSIDE
+        )  # fmt: skip
         # Fully visible plain scores stay unscaled here: their scale is applied after the maximum.
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SOFT_CAP > 0.0 or BIAS >= 0:
@@ -99,7 +103,9 @@ def forward_steps(
         if THRESHOLD > 0:
             p = tl.where(dropout_keep_mask(dropout_key, rows, columns, THRESHOLD), p, 0.0)
         # Zeros beyond the length: P is 0 there, but 0 times what memory holds may be NaN.
-        v = load_tile(value, kv_head, column, kv_length, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, MASKED, TMA)
+        v = load_tile(
+            value, kv_head, column, kv_end, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, MASKED, TMA, kv_first, INSIDE
+        )  # fmt: skip
         accumulator = tl.dot(p.to(v.dtype), v, accumulator, input_precision=PRECISION)
         row_max = new_row_max
     return accumulator, row_sum, row_max
@@ -107,7 +113,7 @@ def forward_steps(
 
 @triton.jit
 def attention_forward(
-    query, key, value, bias, q_rows, kv_rows, mask, key_ranges, sinks, dropout_keys,
+    query, key, value, bias, q_rows, kv_rows, mask, key_ranges, inside, sinks, dropout_keys,
     q_length, kv_length,
     out, lse,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_VALUE_DIM: tl.constexpr,
@@ -115,7 +121,7 @@ def attention_forward(
     LAST_FIRST: tl.constexpr, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
     BANDED: tl.constexpr, HAS_ROWS: tl.constexpr, Q_ROWS_BATCH: tl.constexpr, KV_ROWS_BATCH: tl.constexpr,
     MASK: tl.constexpr, RANGES: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, THRESHOLD: tl.constexpr,
-    KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr,
+    KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     """Computes ``out`` and ``lse`` of one tile of queries of one head."""
     tile, head_index = decode_program_id((q_length + BLOCK_Q - 1) // BLOCK_Q, AT_ONCE, LAST_FIRST)
@@ -140,8 +146,9 @@ def attention_forward(
         first_row, q_length, kv_length, ranges, 1, BLOCK_Q, BLOCK_K, LOWEST, HIGHEST, BANDED, RANGES >= 0, False
     )
     q = load_resident_tile(query, head, first_row, q_length, HEADS, BLOCK_Q, DIM, HEAD_DIM, TMA)
-    key_source = tile_source(key, kv_length, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, TMA)
-    value_source = tile_source(value, kv_length, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, TMA)
+    _, _, kv_first, kv_end = inside_of_batch(inside, batch, q_length, kv_length, INSIDE)
+    key_source = tile_source(key, kv_end, KV_HEADS, BLOCK_K, DIM, HEAD_DIM, TMA, kv_first, INSIDE)
+    value_source = tile_source(value, kv_end, KV_HEADS, BLOCK_K, VALUE_DIM, HEAD_VALUE_DIM, TMA, kv_first, INSIDE)
     accumulator = tl.zeros((BLOCK_Q, VALUE_DIM), tl.float32)
     row_sum = tl.zeros((BLOCK_Q,), tl.float32)
     row_max = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
@@ -159,12 +166,14 @@ def attention_forward(
         if (PARTS >> part) & 1:
             accumulator, row_sum, row_max = forward_steps(
                 accumulator, row_sum, row_max, q, key_source, value_source, bias, q_rows, kv_rows, mask, dropout_key,
-                kv_head, first_row, bounds[part], bounds[part + 1], q_length, kv_length,
+                kv_head, first_row, bounds[part], bounds[part + 1], q_length, kv_length, kv_first, kv_end,
                 KV_HEADS, BLOCK_Q, BLOCK_K, DIM, VALUE_DIM, HEAD_DIM, HEAD_VALUE_DIM, SCALE, SOFT_CAP, LOWEST, HIGHEST,
-                BANDED, HAS_ROWS, MASK, BIAS, THRESHOLD, PRECISION, TMA, part != 1,
+                BANDED, HAS_ROWS, MASK, BIAS, THRESHOLD, PRECISION, TMA, part != 1, INSIDE,
             )  # fmt: skip
 
     # Fully masked rows have l = 0: out is 0 and lse is -inf there, not NaN.
+    if BIAS >= 0:
+        row_sum = tl.where(row_max <= HIDING_BIAS, 0.0, row_sum)
     fully_masked = row_sum == 0.0
     safe_row_sum = tl.where(fully_masked, 1.0, row_sum)
     rows = first_row + tl.arange(0, BLOCK_Q)
@@ -175,5 +184,8 @@ def attention_forward(
     log_sum = tl.where(fully_masked, float("-inf"), log_sum)
     tl.store(lse + rows, log_sum, mask=rows < q_length)
     # The dropout's factor multiplies O once, instead of every P.
-    accumulator = accumulator * (KEEP_SCALE / safe_row_sum)[:, None]
+    out_scale = KEEP_SCALE / safe_row_sum
+    if BIAS >= 0:
+        out_scale = tl.where(fully_masked, 0.0, out_scale)
+    accumulator = accumulator * out_scale[:, None]
     store_tile(out, accumulator, head, first_row, q_length, HEADS, BLOCK_Q, VALUE_DIM, HEAD_VALUE_DIM, TMA)

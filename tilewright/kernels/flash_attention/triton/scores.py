@@ -11,6 +11,8 @@ Names:
   BIAS, MASK, RANGES, SHAPE
                    shape bits of an array of scores: its dimensions that are not 1, of batch (8), heads (4),
                    queries (2) and keys (1); -1 if there is no array
+  INSIDE           stride of int32 [batch or 1, 4] ``inside``: first and end of the queries and of the keys, outside of
+                   which the lengths or packed sequences leave what may be NaN; -1 if there is nothing outside
   DIM, WIDTH       head dim of a tile, padded to a power of two, and head dim in memory
   TMA              tiles go through TMA descriptors (compute capability 9.0 and up), else through pointers
 
@@ -25,6 +27,8 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOWEST_LSE: tl.constexpr = tl.constexpr(-16777216.0)
 """``LOWEST_LSE`` in ``results``, below which a row has no gradient."""
+HIDING_BIAS: tl.constexpr = tl.constexpr(-1.7014117331926443e38)
+"""``HIDING_BIAS`` in ``results``, at or below which a bias masks its key."""
 PHILOX_MULTIPLIER: tl.constexpr = tl.constexpr(0xD256D193)
 
 RANGE: tl.constexpr = tl.constexpr(64)
@@ -55,9 +59,24 @@ def tile_offsets(head, start, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.
 
 
 @triton.jit
-def tile_bounds_mask(start, length, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Mask of the elements of a tile that lie within the length and the width."""
+def inside_of_batch(inside, batch, q_length, kv_length, INSIDE: tl.constexpr):
+    """First and end of a batch element's queries, and of its keys, that are not outside; all of them without INSIDE."""
+    q_first, q_end, kv_first, kv_end = 0, q_length, 0, kv_length
+    if INSIDE >= 0:
+        ranges = inside + batch * INSIDE
+        q_first, q_end = tl.load(ranges), tl.load(ranges + 1)
+        kv_first, kv_end = tl.load(ranges + 2), tl.load(ranges + 3)
+    return q_first, q_end, kv_first, kv_end
+
+
+@triton.jit
+def tile_bounds_mask(
+    start, first, length, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, INSIDE: tl.constexpr
+):
+    """Mask of the elements of a tile that lie within the length and the width, and with INSIDE not before ``first``."""
     inside = (start + tl.arange(0, BLOCK) < length)[:, None]
+    if INSIDE >= 0:
+        inside = inside & (start + tl.arange(0, BLOCK) >= first)[:, None]
     if DIM != WIDTH:
         inside = inside & (tl.arange(0, DIM) < WIDTH)[None, :]
     return inside
@@ -65,11 +84,18 @@ def tile_bounds_mask(start, length, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDT
 
 @triton.jit
 def tile_source(
-    tensor, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
-):
+    tensor, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    TMA: tl.constexpr, first=0, INSIDE: tl.constexpr = -1,
+):  # fmt: skip
     """Source that ``load_tile`` takes for ``[length, HEADS, WIDTH]``: a TMA descriptor, or the pointer itself."""
     source = tensor
-    if TMA:
+    if TMA and INSIDE >= 0:
+        # Of the rows inside alone: TMA gives zeros for what lies outside of a tensor, and coordinates may be negative.
+        # Of no rows there is no descriptor; none of them is loaded then.
+        rows = tl.maximum(length - first, 1)
+        inside = tensor + first.to(tl.int64) * (HEADS * WIDTH)
+        source = tl.make_tensor_descriptor(inside, [HEADS, rows, WIDTH], [WIDTH, HEADS * WIDTH, 1], [1, BLOCK, DIM])
+    elif TMA:
         # Heads lead, so that a loaded block is [1, BLOCK, DIM], a matrix for Triton without a change of layout.
         source = tl.make_tensor_descriptor(tensor, [HEADS, length, WIDTH], [WIDTH, HEADS * WIDTH, 1], [1, BLOCK, DIM])
     return source
@@ -78,15 +104,20 @@ def tile_source(
 @triton.jit
 def load_tile(
     source, head, start, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    CHECKED: tl.constexpr, TMA: tl.constexpr,
+    CHECKED: tl.constexpr, TMA: tl.constexpr, first=0, INSIDE: tl.constexpr = -1,
 ):  # fmt: skip
-    """Loads a head's rows from ``start`` on: zeros beyond the width, and beyond the length if ``CHECKED`` or by TMA."""
-    if TMA:
+    """Loads a head's rows from ``start`` on: zeros beyond the width, and beyond the length if ``CHECKED`` or by TMA.
+
+    With INSIDE, which comes with ``CHECKED``, the rows inside are those from ``first`` to ``length``.
+    """
+    if TMA and INSIDE >= 0:
+        loaded = source.load([head, start - first, 0]).reshape(BLOCK, DIM)
+    elif TMA:
         loaded = source.load([head, start, 0]).reshape(BLOCK, DIM)
     else:
         tile = source + tile_offsets(head, start, HEADS, BLOCK, DIM, WIDTH)
         if CHECKED:
-            loaded = tl.load(tile, mask=tile_bounds_mask(start, length, BLOCK, DIM, WIDTH), other=0.0)
+            loaded = tl.load(tile, mask=tile_bounds_mask(start, first, length, BLOCK, DIM, WIDTH, INSIDE), other=0.0)
         elif DIM != WIDTH:
             loaded = tl.load(tile, mask=(tl.arange(0, DIM) < WIDTH)[None, :], other=0.0)
         else:
@@ -97,11 +128,11 @@ def load_tile(
 @triton.jit
 def load_resident_tile(
     tensor, head, start, length, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, first=0, INSIDE: tl.constexpr = -1,
 ):  # fmt: skip
     """Loads the tile of a head's rows that a program keeps; by TMA, as pointers would stay in registers."""
-    source = tile_source(tensor, length, HEADS, BLOCK, DIM, WIDTH, TMA)
-    return load_tile(source, head, start, length, HEADS, BLOCK, DIM, WIDTH, True, TMA)
+    source = tile_source(tensor, length, HEADS, BLOCK, DIM, WIDTH, TMA, first, INSIDE)
+    return load_tile(source, head, start, length, HEADS, BLOCK, DIM, WIDTH, True, TMA, first, INSIDE)
 
 
 @triton.jit
@@ -116,7 +147,7 @@ def store_tile(
         target.store([head, start, 0], rounded.reshape(1, BLOCK, DIM))
     else:
         tile = tensor + tile_offsets(head, start, HEADS, BLOCK, DIM, WIDTH)
-        tl.store(tile, rounded, mask=tile_bounds_mask(start, length, BLOCK, DIM, WIDTH))
+        tl.store(tile, rounded, mask=tile_bounds_mask(start, 0, length, BLOCK, DIM, WIDTH, -1))
 
 
 @triton.jit
@@ -345,13 +376,18 @@ def capped_logits(
     if BIAS >= 0:
         inside = (columns < kv_length) & (rows < q_length)
         pointers = score_pointers(bias, first_row, rows, first_column, columns, kv_length, BIAS)
-        logits += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        added = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        logits += added
     slope = logits
     if SOFT_CAP > 0.0:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), which neither overflows nor needs a library.
         ratio = 1.0 - 2.0 / (tl.exp2(logits * (2.0 / SOFT_CAP * LOG2E)) + 1.0)
         logits = SOFT_CAP * ratio
         slope = 1.0 - ratio * ratio
+        # Without a cap the sum is as low as such a bias: it has no probability beside any other key, and a row that has
+        # nothing else is found at its end.
+        if BIAS >= 0:
+            logits = tl.where(added <= HIDING_BIAS, float("-inf"), logits)
     return logits, slope
 
 
