@@ -55,6 +55,7 @@ from tilewright.kernels.flash_attention.hopper.wide.plans import WideBackwardPla
 from tilewright.kernels.flash_attention.hopper.wide.query import wide_query_kernel
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
 from tilewright.kernels.flash_attention.masking import split_mask
+from tilewright.kernels.flash_attention.operands import with_cleared_rows, with_cleared_values
 from tilewright.kernels.flash_attention.results import (
     Results,
     empty_backward,
@@ -245,6 +246,7 @@ class PallasGpuFlashAttention(Backend[AttentionInputs, Results, HopperForwardPar
         """``(out, lse)``."""
         if inputs.is_empty:
             return empty_forward(inputs)
+        inputs = with_cleared_values(inputs)
         plan = plan_of(inputs, params)
         assert isinstance(plan, ForwardPlan)
         extent = Extent(inputs.q_length, inputs.kv_length, params.block_q, params.block_k)
@@ -276,6 +278,8 @@ class PallasGpuFlashAttention(Backend[AttentionInputs, Results, HopperForwardPar
         """Gradients for query, key, value, bias and softmax_aux, from any backend's ``(out, lse)``."""
         if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
+        inputs, d_out = with_cleared_rows(inputs, cotangents[0])
+        cotangents = d_out, cotangents[1]
         batch, q_length, heads, head_dim = inputs.query.shape
         kv_length, kv_heads, value_dim = inputs.value.shape[1:]
         plan = plan_of(inputs, params)

@@ -62,6 +62,7 @@ from tilewright.kernels.flash_attention.hopper.scores import (
     biased_and_capped,
     initial_scores,
     masked_logits,
+    without_hidden_rows,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
@@ -457,6 +458,7 @@ def store_item(
     call, scratch = ctx.call, ctx.scratch
     work = ctx.decode(item)
     q_rows = pl.ds(ctx.q_start(work), ROWS)
+    m, row_sum = without_hidden_rows(call.options, m, row_sum)
     alpha: jax.Array | None = None
     # m times ``unit`` is in base 2, and in natural units times ``natural``.
     unit, natural = (LOG2E, 1.0) if call.options.natural_maximum else (1.0, 1 / LOG2E)

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float  # noqa: F401
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, dropout_keys
 from tilewright.kernels.flash_attention.masking import FAR, Band, split_mask
 from tilewright.kernels.flash_attention.position_bias import Kind, PositionBias
+from tilewright.kernels.flash_attention.results import HIDING_BIAS, hides
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.diagonals import load_toeplitz_tile
 from tilewright.kernels.hopper.limits import TMA_STRIDE_BYTES
@@ -189,7 +190,11 @@ def prepare_scores(
     values: Any = None
     if inputs.position_bias is not None:
         # Over the scale, because S starts from them and is multiplied by it afterwards.
-        values = inputs.position_bias.values.astype(jnp.float32) * (1 / options.scale)
+        values = inputs.position_bias.values.astype(jnp.float32)
+        if inputs.position_bias.kind == "relative":
+            # Before the scale, which may move a finite value over the limit.
+            values = jnp.where(hides(values), -jnp.inf, values)
+        values = values * (1 / options.scale)
         if inputs.position_bias.kind == "alibi":
             values = -values
         else:
@@ -430,13 +435,29 @@ def biased_and_capped(
     logits = logits * options.scale
     if options.has_bias:
         assert arrays.bias is not None
-        bias = coord.matrix(arrays.bias) if bias is None else bias
-        logits = logits + bias.astype(jnp.float32)
+        bias = (coord.matrix(arrays.bias) if bias is None else bias).astype(jnp.float32)
+        logits = logits + bias
     if options.soft_cap is None:
+        # A bias that masks leaves a sum that is as low: no probability beside any other key (`without_hidden_rows`).
         return logits, None
     # By the hardware's approximation, one instruction.
     tanh = jnp.tanh(logits * (1 / options.soft_cap))
-    return tanh * options.soft_cap, tanh
+    capped = tanh * options.soft_cap
+    if options.may_hold_minus_infinity:
+        # S starts from relative values, so that there is no bias but in the sum.
+        capped = jnp.where((logits if bias is None else bias) <= HIDING_BIAS, -jnp.inf, capped)
+    return capped, tanh
+
+
+def without_hidden_rows(options: ScoreOptions, m: jax.Array, row_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """m and l of rows that attend to nothing where a bias masks all of their keys: at the end of a row, and not in it.
+
+    With a soft cap m is −∞ there already.
+    """
+    if not options.has_bias or options.soft_cap is not None:
+        return m, row_sum
+    hidden = m <= HIDING_BIAS  # in natural units (``natural_maximum``)
+    return jnp.where(hidden, -jnp.inf, m), jnp.where(hidden, 0.0, row_sum)
 
 
 def visible(options: ScoreOptions, arrays: ScoreArrays, coord: TileCoord) -> jax.Array:
