@@ -14,6 +14,7 @@ import tilewright
 from tests.kernels.flash_attention.test_cuda_scores import COMBINED
 from tilewright.kernels.cuda import toolchain
 from tilewright.kernels.flash_attention.mask_terms import MaskParts, visible_ranges
+from tilewright.kernels.flash_attention.results import HIDING_BIAS
 from tilewright.kernels.masks import CausalMask, ExplicitMask, Mask, WindowMask
 from tilewright.kernels.numerics.dropout import drawn_probability, head_keys, keep_mask, keep_threshold
 
@@ -132,6 +133,20 @@ def test_logits_and_the_slope_of_the_cap(library: ctypes.CDLL, biased: bool, sof
         want = soft_cap * np.tanh(want / soft_cap)
     np.testing.assert_allclose(logits * np.log(2), want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(slopes, slope, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+def test_a_bias_that_masks(library: ctypes.CDLL, soft_cap: float):
+    """At the limit and below, whatever it is in units of log 2; and nothing above."""
+    products = np.zeros((BATCH, HEADS, LENGTH, LENGTH), np.float32)
+    bias = np.zeros_like(products)
+    limit = np.float32(HIDING_BIAS)
+    bias[..., 0], bias[..., 1], bias[..., 2] = limit, -np.inf, np.finfo(np.float32).min
+    bias[..., 3], bias[..., 4] = np.nextafter(limit, np.float32(0)), -1e30
+    _, logits, *_ = elements(library, products, call_of(scale=0.3, soft_cap=soft_cap, bias=bias))
+    assert np.all(np.isneginf(logits[..., :3]))
+    assert np.all(np.isfinite(logits[..., 4:]))
+    assert soft_cap == 0 or np.all(np.isfinite(logits[..., 3]))
 
 
 @pytest.mark.parametrize("probability", [0.2, 0.5])

@@ -18,6 +18,7 @@ namespace tilewright::attention {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLowestLse = -16777216.0f;  // LOWEST_LSE in results.py, below which a row has no gradient
+constexpr float kHidingBias = -1.7014117331926443e38f;  // HIDING_BIAS in results.py, at or below which a bias masks
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kRangeQueries = 64;  // queries (or keys) that one entry of Ranges covers
 
@@ -107,14 +108,18 @@ struct HeadScores {
   // The logit of a (query, key) pair in units of log 2, without masks; `product` is its element of Q K^T.
   __device__ float logit(float product, int query, int key) const {
     float value = product * scores.scale;
+    bool hidden = false;
     if (scores.bias_type != BiasType::kNone) {
-      value += to_float(scores.bias.data, index(scores.bias, query, key), scores.bias_type);
+      const float bias = to_float(scores.bias.data, index(scores.bias, query, key), scores.bias_type);
+      value += bias;
+      hidden = bias <= kHidingBias;
     }
     if (scores.soft_cap != 0) value = scores.soft_cap * tanhf(value / scores.soft_cap);
-    return value * kLog2e;
+    return hidden ? -INFINITY : value * kLog2e;
   }
 
-  // The derivative of the soft cap, 1 - (logit / soft_cap)^2, from the capped logit in units of log 2.
+  // The derivative of the soft cap, 1 - (logit / soft_cap)^2, from the capped logit in units of log 2. Only of a logit
+  // that is not masked: of minus infinity it is infinite.
   __device__ float cap_slope(float logit2) const {
     if (scores.soft_cap == 0) return 1;
     const float ratio = logit2 * (kLn2 / scores.soft_cap);

@@ -26,6 +26,8 @@ from tilewright.kernels.flash_attention.operands import (
     INT32_LIMIT,
     backward_arrays,
     bias_gradient,
+    with_cleared_rows,
+    with_cleared_values,
     with_positive_scale,
 )
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward, row_terms, sinks_gradient
@@ -181,7 +183,7 @@ class CudaFlashAttention(Backend[AttentionInputs, Results, CudaForwardParams, Cu
         """``(out, lse)``."""
         if inputs.is_empty:
             return empty_forward(inputs)
-        inputs = with_positive_scale(inputs)
+        inputs = with_cleared_values(with_positive_scale(inputs))
         call = CudaCall.of(inputs, "forward", params.variant, False)
         arrays = {
             "query": inputs.query, "key": inputs.key, "value": inputs.value, "sinks": sinks_lse(inputs.softmax_aux),
@@ -200,14 +202,15 @@ class CudaFlashAttention(Backend[AttentionInputs, Results, CudaForwardParams, Cu
         if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
         out, lse = results
-        d_out, d_lse = cotangents
         negated, inputs = inputs.softmax_scale < 0, with_positive_scale(inputs)
+        inputs, d_out = with_cleared_rows(inputs, cotangents[0])
+        cotangents = d_out, cotangents[1]
         call = CudaCall.of(inputs, "backward", params.variant, params.deterministic)
         arrays = backward_arrays(inputs, results, cotangents) | score_arrays(inputs, backward=True)
         d_query, d_key, d_value, d_bias = call.run(arrays)
         sinks = None
         if inputs.softmax_aux is not None:
-            sinks = sinks_gradient(inputs, *row_terms(inputs, out, lse, d_out, d_lse))
+            sinks = sinks_gradient(inputs, *row_terms(inputs, out, lse, *cotangents))
         # The deterministic form stores the bias gradient unreduced.
         bias = None if inputs.bias is None else bias_gradient(d_bias, inputs.bias)
         return {
