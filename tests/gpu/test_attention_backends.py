@@ -70,6 +70,7 @@ def exact_products(request: pytest.FixtureRequest) -> Iterator[None]:
 class TestCudnn(Conformance):
     backend: ClassVar[Backend] = CUDNN
     low_bias = False
+    additive_dtype = "bfloat16"
     deterministic: ClassVar[bool] = False
     cases: ClassVar[Sequence[ConformanceCase]] = library.CUDNN_PAIRWISE
 

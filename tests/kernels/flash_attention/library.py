@@ -189,6 +189,7 @@ class LibraryConformance(Conformance):
     present: ClassVar[Callable[[], AbstractContextManager[Any]]] = contextlib.nullcontext
     """The library counts as installed."""
     low_bias = False
+    additive_dtype = "bfloat16"
     dtype = "bfloat16"
     repeated = ConformanceCase(case_of(), False)
     both: ClassVar[PerDirection]

@@ -54,14 +54,20 @@ def cleared(array: jax.Array, inside: jax.Array | None) -> jax.Array:
     return array if inside is None else jnp.where(inside[:, :, None, None], array, jnp.zeros((), array.dtype))
 
 
-def with_cleared_values(inputs: AttentionInputs) -> AttentionInputs:
+def with_cleared_values(inputs: AttentionInputs, keys: bool = False) -> AttentionInputs:
     """The call with zeros in the values of keys outside (`inside_rows`).
 
-    In the forward pass that suffices: their probabilities are 0, and so are those of queries outside, since logits are
+    In the forward pass that suffices: their probabilities are 0, and so are those of queries outside, where logits are
     selected by the mask; but 0 times NaN is NaN.
+
+    Args:
+      keys: whether the keys are cleared, too, for kernels that are not known to select.
     """
     _, kv_inside = inside_rows(inputs.mask, inputs.q_length, inputs.kv_length)
-    return inputs if kv_inside is None else inputs.replace(value=cleared(inputs.value, kv_inside))
+    if kv_inside is None:
+        return inputs
+    names = ("key", "value") if keys else ("value",)
+    return inputs.replace(**{name: cleared(getattr(inputs, name), kv_inside) for name in names})
 
 
 def with_cleared_rows(inputs: AttentionInputs, d_out: jax.Array) -> tuple[AttentionInputs, jax.Array]:

@@ -21,11 +21,13 @@ from tilewright.kernels.flash_attention.operands import (
     min_lengths,
     over_batch,
     pad_last_dim,
+    with_cleared_rows,
+    with_cleared_values,
     with_fully_masked_rows,
     with_positive_scale,
     without_masked,
 )
-from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
+from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward, hides
 from tilewright.kernels.masks import Mask
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
@@ -40,7 +42,7 @@ MIN_VERSIONS = {(10, 3): 91100}
 """Later minimum versions for some compute capabilities, as in JAX."""
 
 MIN_LOGIT = {np.dtype(jnp.bfloat16): -float(1 << 41), np.dtype(np.float16): -float(1 << 15)}
-"""Replacement for a bias of −∞, as in JAX: in a row with nothing else cuDNN would compute −∞ − (−∞)."""
+"""Replacement for a bias that masks, as in JAX for −∞: in a row with nothing else cuDNN would compute −∞ − (−∞)."""
 
 VECTOR = 8
 """Head dims are padded with zeros to a multiple of this."""
@@ -165,7 +167,7 @@ class CudnnFlashAttention(Backend[AttentionInputs, Results, CudnnForwardParams, 
         """``(out, lse)``."""
         if inputs.is_empty:
             return empty_forward(inputs)
-        call = _Call.of(with_positive_scale(inputs))
+        call = _Call.of(with_positive_scale(with_cleared_values(inputs, keys=True)))
         dim, bias = computed_dim(call.inputs, False), call.bias(per_head=False)
         out, lse = call.run(jax_calls.forward, {**call.operands(dim), "bias": bias}, shared=("bias",))
         out = out[..., : call.inputs.value_dim]
@@ -182,6 +184,8 @@ class CudnnFlashAttention(Backend[AttentionInputs, Results, CudnnForwardParams, 
         if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
         negated = inputs.softmax_scale < 0
+        inputs, d_out = with_cleared_rows(inputs, cotangents[0])
+        cotangents = d_out, cotangents[1]
         call = _Call.of(with_positive_scale(inputs))
         rows = backward_rows(inputs.query.dtype, results, cotangents, call.may_mask_rows)
         out, d_out, lse, d_lse, fully_masked = rows
@@ -279,7 +283,7 @@ class _Call:
             return None
         min_logit = jnp.asarray(MIN_LOGIT[self.inputs.dtype], bias.dtype)
         lead = self.inputs.score_shape[:2] if per_head else bias.shape[:2]
-        return jnp.broadcast_to(jnp.where(jnp.isneginf(bias), min_logit, bias), (*lead, *self.inputs.score_shape[2:]))
+        return jnp.broadcast_to(jnp.where(hides(bias), min_logit, bias), (*lead, *self.inputs.score_shape[2:]))
 
     def bias_gradient(self, d_bias: jax.Array) -> Any:
         """Reduces cuDNN's gradient to the bias's shape; masked positions, which cuDNN may not write, are 0."""
@@ -293,7 +297,7 @@ class _Call:
         """``[batch|1, heads|1, q_length]``, True for queries with a visible key; None if every query has one."""
         _, _, q_length, kv_length = self.inputs.score_shape
         if self.inputs.bias is not None:
-            visible = self.inputs.bias > -jnp.inf
+            visible = ~hides(self.inputs.bias)
             if self.inputs.mask is not None:
                 visible = visible & self.inputs.mask.tile(0, q_length, 0, kv_length)
             any_visible = jnp.any(visible, axis=-1)

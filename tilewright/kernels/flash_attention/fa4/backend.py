@@ -28,6 +28,8 @@ from tilewright.kernels.flash_attention.operands import (
     backward_rows,
     over_batch,
     pad_last_dim,
+    with_cleared_rows,
+    with_cleared_values,
     with_fully_masked_rows,
     with_positive_scale,
     without_masked,
@@ -98,7 +100,7 @@ class Fa4FlashAttention(Backend[AttentionInputs, Results, Fa4ForwardParams, Fa4B
         """``(out, lse)``."""
         if inputs.is_empty:
             return empty_forward(inputs)
-        call = _Call.of(with_positive_scale(inputs))
+        call = _Call.of(with_positive_scale(with_cleared_values(inputs, keys=True)))
         if call.is_fully_masked:
             return empty_forward(inputs)
         complete = params.completed(forward_defaults(call.inputs, call.mask))
@@ -117,6 +119,8 @@ class Fa4FlashAttention(Backend[AttentionInputs, Results, Fa4ForwardParams, Fa4B
         if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
         negated = inputs.softmax_scale < 0
+        inputs, d_out = with_cleared_rows(inputs, cotangents[0])
+        cotangents = d_out, cotangents[1]
         call = _Call.of(with_positive_scale(inputs))
         if call.is_fully_masked:
             return empty_backward(inputs, *results, *cotangents)
