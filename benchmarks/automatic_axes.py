@@ -99,7 +99,7 @@ def causal(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
 
 
 def cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-    on = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    on: Any = "cudnn" if jax.default_backend() == "gpu" else "xla"
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=on)
 
 
@@ -156,7 +156,7 @@ def measured(model: Model, mesh: Mesh, rounds: int, kinds: list[str]) -> list[di
         compiled[kind] = jax.jit(steps[kind]).lower(*operands).compile()
         compile_s[kind] = time.perf_counter() - began
     collectives = {kind: collectives_of(program.as_text() or "") for kind, program in compiled.items()}
-    memory = {kind: program.memory_analysis().temp_size_in_bytes for kind, program in compiled.items()}
+    memory = {kind: temporaries(program) for kind, program in compiled.items()}
     if {AUTOMATIC, MANUAL} <= set(kinds):
         compare(parameters, compiled[AUTOMATIC](*operands), compiled[MANUAL](*operands))
     timings = interleaved({kind: queued(program, operands, 2) for kind, program in compiled.items()}, rounds)
@@ -171,6 +171,12 @@ def measured(model: Model, mesh: Mesh, rounds: int, kinds: list[str]) -> list[di
         about = f"{ms:9.2f} ms {memory[kind] / 2**30:6.2f} GiB, compiled in {compile_s[kind]:.1f} s"
         print(dict(mesh.shape), f"{kind:24s}", about, collectives[kind], flush=True)
     return rows
+
+
+def temporaries(program: Any) -> int:
+    """Bytes beside operands and results."""
+    size: int = program.memory_analysis().temp_size_in_bytes
+    return size
 
 
 def compare(before: dict[str, jax.Array], one: Any, other: Any) -> None:
@@ -202,7 +208,15 @@ def main() -> None:
         for splits in (False, True) if model_axis > 1 else (False,):
             model = Model(splits_vocabulary=splits)
             if arguments.tiny:
-                sizes: dict[str, Any] = {"layers": 2, "d": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "f": 128, "vocab": 256}
+                sizes: dict[str, Any] = {
+                    "layers": 2,
+                    "d": 64,
+                    "heads": 4,
+                    "kv_heads": 2,
+                    "head_dim": 16,
+                    "f": 128,
+                    "vocab": 256,
+                }
                 model = dataclasses.replace(model, **sizes, length=64)
             rows += measured(model, mesh, arguments.rounds, arguments.kinds)
     if not arguments.tiny:
