@@ -52,14 +52,20 @@ class Model:
 
     def parameters(self) -> dict[str, jax.Array]:
         d, q, kv, f, n = self.d, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.f, self.layers
-        shapes = {"wq": (n, d, q), "wk": (n, d, kv), "wv": (n, d, kv), "wo": (n, q, d), "gate": (n, d, f)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "wq": (n, d, q),
+            "wk": (n, d, kv),
+            "wv": (n, d, kv),
+            "wo": (n, q, d),
+            "gate": (n, d, f),
+        }
         shapes |= {"up": (n, d, f), "down": (n, f, d), "head": (d, self.vocab)}
         keys = jax.random.split(jax.random.key(0), len(shapes))
         drawn = {
             name: (jax.random.normal(key, shape, jnp.bfloat16) * shape[-2] ** -0.5).astype(jnp.bfloat16)
             for key, (name, shape) in zip(keys, shapes.items(), strict=True)
         }
-        norms = {"norm1": (n, d), "norm2": (n, d), "final": (d,)}
+        norms: dict[str, tuple[int, ...]] = {"norm1": (n, d), "norm2": (n, d), "final": (d,)}
         return drawn | {name: jnp.ones(shape, jnp.bfloat16) for name, shape in norms.items()}
 
     def tokens(self) -> tuple[jax.Array, jax.Array]:

@@ -337,7 +337,7 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
 
 def _scaled(queries: jax.Array, softmax_scale: Any, mask: Mask | None, kv_length: int) -> tuple[jax.Array, float]:
     """`arguments.scaled`, without what lies outside of the lengths: NaN there must not reach an array's gradient."""
-    if isinstance(softmax_scale, jax.Array) and masking.may_lie_outside(mask):
+    if mask is not None and isinstance(softmax_scale, jax.Array) and masking.may_lie_outside(mask):
 
         def clear(queries: jax.Array, mask: Mask) -> jax.Array:
             return cleared(queries, masking.inside_rows(mask, queries.shape[1], kv_length)[0])
