@@ -41,15 +41,19 @@ def test_every_activation(activation: Any, dtype: str, platform: str):
         out, pull_back = jax.jit(lambda *xs: jax.vjp(lambda *ys: function(*ys, sizes), *xs))(lhs, gate, up)
         gradients = jax.jit(lambda pull_back, d_out: pull_back(d_out))(pull_back, d_out)
     got = {"out": out} | dict(zip(("d_lhs", "d_gate", "d_up"), gradients, strict=True))
-    near(got, expected(lhs, gate, up, sizes, d_out, activation))
+    near(got, expected(lhs, gate, up, sizes, d_out, activation=activation))
 
 
 @PLATFORMS
-def test_glu(platform: str):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_glu(platform: str, transposed: bool):
     needs(platform)
     x, gate, up, d_out = glu_arrays_of(rows=300, k=96, n=80, dtype="bfloat16")
-    out, pull_back = jax.vjp(functools.partial(glu, platform=platform), x, gate, up)
-    got = {"out": out} | dict(zip(("d_x", "d_gate", "d_up"), pull_back(d_out), strict=True))
+    given = (gate.T, up.T) if transposed else (gate, up)
+    out, pull_back = jax.vjp(functools.partial(glu, platform=platform, transpose_rhs=transposed), x, *given)
+    d_x, *of_matrices = pull_back(d_out)
+    d_gate, d_up = (each.T if transposed else each for each in of_matrices)
+    got = {"out": out, "d_x": d_x, "d_gate": d_gate, "d_up": d_up}
     near(got, gate_oracle("silu", x, gate, up, d_out))
 
 
