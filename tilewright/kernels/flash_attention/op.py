@@ -287,7 +287,8 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
       key: ``[batch, kv_length, kv_heads, head_dim]``; ``kv_heads`` divides ``heads``, and consecutive query heads
         share a key head (GQA, arXiv 2305.13245).
       value: ``[batch, kv_length, kv_heads, value_dim]``.
-      bias: added to the scaled logits; broadcastable to ``[batch, heads, q_length, kv_length]``. Or a
+      bias: added to the scaled logits; broadcastable to ``[batch, heads, q_length, kv_length]``. An entry of −inf, or
+        at or below half of float32's lowest number, masks its key, with a soft cap, too. Or a
         ``kernels.biases.AlibiBias`` or ``RelativeBias``, which is computed from positions, in memory linear in the
         lengths.
       mask: True where a query attends to a key, broadcastable to the same shape; or a ``kernels.masks.Mask``.
@@ -305,7 +306,9 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
       kv_segment_ids: ``[batch, kv_length]``.
       query_seq_lengths: ``[batch]`` integers; later queries attend to nothing. What no call can mean, here and in the
         three below, is an error in NumPy arrays and lists, and is logged for other arrays if TILEWRIGHT_DEBUG is 1.
-      key_value_seq_lengths: ``[batch]``; later keys are invisible.
+      key_value_seq_lengths: ``[batch]``; later keys are invisible. What query, key, value and the gradient of the
+        output hold beyond the lengths, or outside of packed sequences, reaches no result and no gradient, NaN included;
+        what masks and segment ids make invisible has to be finite.
       cum_seqlens_q: ``[sequences + 1]`` boundaries of sequences laid end to end in a batch of one, from 0 to the
         length; what lies outside attends to nothing. Pass the very same array as ``cum_seqlens_k`` for self-attention.
       cum_seqlens_k: the boundaries among the keys.
