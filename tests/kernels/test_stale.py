@@ -156,14 +156,14 @@ class TestEntries:
 
 def test_a_kernel_of_a_user_counts_by_the_source_of_its_class() -> None:
     class Once(Kernel[int, Any]):
-        def run(self, x: Any, *, cfg: int) -> Any:  # type: ignore[override]
+        def run(self, x: Any, *, cfg: int) -> Any:
             return x
 
         def heuristic_cfg(self, inv: Any) -> int:
             return 1
 
     class Twice(Once):
-        def run(self, x: Any, *, cfg: int) -> Any:  # type: ignore[override]
+        def run(self, x: Any, *, cfg: int) -> Any:
             return 2 * x
 
     found = {kind(f"tests.{kind.__name__}", version="1").source(cfg) for kind in (Once, Twice) for cfg in (1, 2)}

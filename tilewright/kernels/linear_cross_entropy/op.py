@@ -169,7 +169,7 @@ class LinearCrossEntropy(VocabularyLoss[LossInputs]):
         kept = [None if x is None else jax.ShapeDtypeStruct(x.shape, inputs.wide) for x in arrays]
         return dataclasses.replace(found, **dict(zip(("d_x", "d_weight", "d_bias"), kept, strict=False)))
 
-    def run(self, inputs: LossInputs, *, cfg: Choice) -> Any:  # type: ignore[override]
+    def run(self, inputs: LossInputs, *, cfg: Choice) -> Any:
         """Computes only the loss: nothing will read what a kernel keeps for gradients."""
         return super().run(inputs.replace(keeps_gradients=False), cfg=cfg)
 

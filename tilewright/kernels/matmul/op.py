@@ -35,7 +35,7 @@ class MatmulKernel(PortfolioKernel[MatmulInputs, MatmulResults], abc.ABC):
     def outputs(self, inputs: MatmulInputs, results: MatmulResults) -> jax.Array:
         return results.out
 
-    def run(self, inputs: MatmulInputs, *, cfg: Choice) -> Any:  # type: ignore[override]
+    def run(self, inputs: MatmulInputs, *, cfg: Choice) -> Any:
         """The result, without pre-activations in memory where the backend can do without."""
         return super().run(inputs.replace(keeps=False), cfg=cfg)
 

@@ -39,7 +39,7 @@ class Portfolio[Inputs: OpInputs, Results](ChoosingOp[Inputs, Results], abc.ABC)
         """
         return DECLARED if self._says_how_it_is_split or not is_split else None
 
-    def run(self, inputs: Inputs, *, cfg: Choice) -> Any:  # type: ignore[override]
+    def run(self, inputs: Inputs, *, cfg: Choice) -> Any:
         with own_settings(inputs):
             inputs = self.completed(inputs)
             return self.outputs(inputs, self.forward_results(inputs, cfg))

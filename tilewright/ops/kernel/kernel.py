@@ -103,8 +103,8 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         _LIVE[self.name, version] = self
 
     @abc.abstractmethod
-    def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
-        """Computes the operation with one config."""
+    def run(self, *args: Any, **kwargs: Any) -> Out:
+        """Computes the operation with one config, the keyword argument ``cfg``."""
 
     @abc.abstractmethod
     def heuristic_cfg(self, inv: "Invocation[Cfg, Out]") -> Cfg:
