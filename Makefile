@@ -28,7 +28,7 @@ KERNELS_CUDA ?= 13.0
 SDIST_TESTS ?= tests/test_packaging.py tests/test_docs.py tests/ops tests/modules tests/cli tests/tools
 
 .PHONY: help install quick test test-full test-costs lint types unit aot test-gpu memcheck wheel-test sdist-test kernels-wheel demo generate \
-  bench table picture docs format clean
+  bench table stubs picture docs format clean
 
 help:
 	@echo 'make quick     after every change: lint, types, and the tests that catch most for their time'
@@ -48,6 +48,7 @@ help:
 	@echo 'make kernels-wheel compiles the CUDA kernels that calls can come to into a wheel (KERNELS_ARGS=--arch 90a); hours on few cores'
 	@echo 'make bench     the benchmarks; writes benchmarks/results/'
 	@echo 'make table     writes the tables of docs/capabilities.md'
+	@echo 'make stubs     writes the types of the public functions, tilewright/modules/__init__.pyi'
 	@echo 'make picture   writes the picture of the README from benchmarks/results/'
 	@echo 'make docs      the site, without the network, into .docs/site; a warning is an error'
 	@echo 'make format    ruff format and the fixes ruff can make'
@@ -163,6 +164,9 @@ bench: $(STAMP)
 
 table: $(STAMP)
 	@$(PYTHON) docs/capability_table.py --write
+
+stubs: $(STAMP)
+	@$(PYTHON) -m tools.stubs
 
 picture: $(STAMP)
 	@$(PYTHON) -m benchmarks.speed_picture

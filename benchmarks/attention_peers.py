@@ -243,13 +243,13 @@ def documents_mask(boundaries: jax.Array, length: int) -> jax.Array:
 
 def _ours(platform: str | None, operands: Operands, floats: Arrays, extras: Arrays) -> jax.Array:
     arguments: dict[str, Any] = {**floats, **operands.options(extras)}
-    return flash_attention(**arguments, platform=platform)  # type: ignore[return-value]
+    return flash_attention(**arguments, platform=platform)
 
 
 def ours_with(cfg: object, operands: Operands, floats: Arrays, extras: Arrays) -> jax.Array:
     """Our attention with a config in place of the one that would be chosen."""
     arguments: dict[str, Any] = {**floats, **operands.options(extras)}
-    return flash_attention(**arguments, cfg=cfg)  # type: ignore[return-value]
+    return flash_attention(**arguments, cfg=cfg)
 
 
 def _jax_nn(implementation: Literal["cudnn", "xla"], operands: Operands, floats: Arrays, extras: Arrays) -> jax.Array:

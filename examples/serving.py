@@ -105,7 +105,7 @@ def step(parameters: Parameters, cache: Cache, inputs: StepInputs, *, model: Mod
     cache = list(cache)
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        out, *cache[layer] = ragged_page_attention(
+        out, keys, values = ragged_page_attention(
             query,
             *cache[layer],
             inputs.page_table,
@@ -115,12 +115,13 @@ def step(parameters: Parameters, cache: Cache, inputs: StepInputs, *, model: Mod
             new_value=value,
             sliding_window=model.sliding_window(layer),
         )
+        cache[layer] = keys, values
         return out
 
     x = embed(parameters, inputs.tokens, list(inputs.earlier), model)
     x = features(parameters, x, inputs.positions, model, attend)
     last = x[jnp.maximum(inputs.cum_q_lens[1:] - 1, 0)]
-    return [(key, value) for key, value in cache], jnp.argmax(last @ parameters["embedding"].T, axis=-1)
+    return cache, jnp.argmax(last @ parameters["embedding"].T, axis=-1)
 
 
 class Server:

@@ -9,7 +9,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ PROMPT = b"def read_lines(path):\n    "
 
 
 def tilewright_attention(query: Any, key: Any, value: Any, *, sliding_window: int | None) -> jax.Array:
-    return cast(jax.Array, flash_attention(query, key, value, causal=True, sliding_window=sliding_window))
+    return flash_attention(query, key, value, causal=True, sliding_window=sliding_window)
 
 
 def jax_attention(query: Any, key: Any, value: Any, *, sliding_window: int | None) -> jax.Array:

@@ -17,6 +17,7 @@ import tilewright
 from tilewright import modules
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import OPS, function, kernel
+from tilewright.kernels.op.signatures import short
 from tilewright.kernels.paged_attention.op import PagedAttentionKernel
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
@@ -55,13 +56,13 @@ CALL = (QUERY, KEY_PAGES, VALUE_PAGES, TABLE, LENGTHS)
 def test_the_signature_is_that_of_prepare_and_every_argument_is_documented(name: str):
     function, op = FUNCTIONS[name], kernel(name)
     ours = list(inspect.signature(function).parameters.values())
-    prepare = list(inspect.signature(op.prepare).parameters.values())
+    prepare = [p.replace(annotation=short(p.annotation)) for p in inspect.signature(op.prepare).parameters.values()]
     own = [p for p in prepare if p.kind is not p.VAR_KEYWORD]
     assert ours[: len(own)] == own
     for p in prepare[len(own) :]:
         (options,) = typing.get_args(p.annotation)
         shared = ours[len(own) :]
-        assert {p.name: p.annotation for p in shared} == options.__annotations__
+        assert {p.name: p.annotation for p in shared} == {n: short(kind) for n, kind in options.__annotations__.items()}
         assert {p.name: p.default for p in shared if p.default is not None} == {"return_lse": False}
     assert ours[-1].name == "cfg"
     assert {p.kind for p in ours[len(own) :]} <= {inspect.Parameter.KEYWORD_ONLY}

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -163,7 +163,7 @@ class MultiheadAttention(eqx.Module):
             dropout_seed=jax.random.bits(key, (2,), jnp.uint32) if drops and key is not None else None,
             platform=self.platform,
         )
-        return jax.vmap(self.output_proj)(cast(jax.Array, out).reshape(query.shape[0], -1))
+        return jax.vmap(self.output_proj)(out.reshape(query.shape[0], -1))
 
     def _heads(self, projection: eqx.nn.Linear, x: jax.Array) -> jax.Array:
         return jax.vmap(projection)(x).reshape(x.shape[0], self.num_heads, -1)

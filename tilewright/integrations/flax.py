@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,7 @@ def dot_product_attention(
         precision=precision,
         platform=platform,
     )
-    return cast(jax.Array, out).reshape(*batch, q_length, rows[0].shape[-2], rows[2].shape[-1])
+    return out.reshape(*batch, q_length, rows[0].shape[-2], rows[2].shape[-1])
 
 
 def _refuse(**options: Any) -> None:

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from tilewright.kernels.flash_attention.context_parallel import context_parallel_attention
 from tilewright.kernels.flash_attention.distributed.layout import unzigzag, zigzag
 from tilewright.kernels.flash_attention.op import FlashAttention, flash_attention
+from tilewright.kernels.op.signatures import results
 from tilewright.ops.utils.promotion import default_promotion
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 
+@results({"": jax.Array, "return_residual": tuple[jax.Array, jax.Array]})
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,

@@ -4,9 +4,11 @@ from typing import Any
 
 from tilewright.kernels.flash_attention.op import CONTEXT_PARALLEL_ATTENTION, ContextParallelAttention
 from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.signatures import WITH_LSE, results
 
 
 @public_function(ContextParallelAttention.prepare)
+@results(WITH_LSE)
 def context_parallel_attention(*args: Any, **kwargs: Any) -> Any:
     """``flash_attention`` over a sequence whose rows are split over a mesh axis, inside ``jax.shard_map``.
 

@@ -43,6 +43,7 @@ from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function, with_defaults
 from tilewright.kernels.op.roofline import Cost
 from tilewright.kernels.op.sharding import Partitioning
+from tilewright.kernels.op.signatures import WITH_LSE, results
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.parts import OraclePart
 from tilewright.ops.utils.stable_ids import stable_id
@@ -274,6 +275,7 @@ CONTEXT_PARALLEL_ATTENTION = ContextParallelAttention()
 
 
 @public_function(FlashAttention.prepare, attention_fn=True)
+@results(WITH_LSE)
 def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
     """Exact attention, softmax(scale · query · keyᵀ + bias) · value, in memory linear in the lengths.
 

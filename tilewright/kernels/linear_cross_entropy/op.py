@@ -34,6 +34,7 @@ from tilewright.kernels.op.cases import generator_of
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.sharding import AxisName, explicit_mesh
+from tilewright.kernels.op.signatures import WITH_LSE, results
 from tilewright.ops.utils.stable_ids import stable_id
 
 BACKENDS = (
@@ -183,6 +184,7 @@ _LINEAR_CROSS_ENTROPY = LinearCrossEntropy()
 
 
 @public_function(LinearCrossEntropy.prepare)
+@results(WITH_LSE)
 def linear_cross_entropy(x: ArrayLike, weight: ArrayLike, labels: ArrayLike, **options: Any) -> Any:
     """The cross-entropy of the logits ``x · weight + bias``, which are never in memory as a whole.
 
@@ -221,6 +223,7 @@ def linear_cross_entropy(x: ArrayLike, weight: ArrayLike, labels: ArrayLike, **o
     return _LINEAR_CROSS_ENTROPY(x, weight, labels, **options)
 
 
+@results(WITH_LSE)
 def linear_log_probs(
     x: ArrayLike,
     weight: ArrayLike,

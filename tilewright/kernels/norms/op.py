@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
@@ -19,6 +20,7 @@ from tilewright.kernels.op.arguments import (
 )
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.signatures import results
 from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -136,9 +138,11 @@ class LayerNorm(_Norm):
 
 
 _RMS_NORM, _LAYER_NORM = RmsNorm(), LayerNorm()
+_WITH_SUM = {"": jax.Array, "residual": tuple[jax.Array, jax.Array]}
 
 
 @public_function(RmsNorm.prepare)
+@results(_WITH_SUM)
 def rms_norm(*args: Any, **kwargs: Any) -> Any:
     """RMS norm over the last axis, ``x / sqrt(mean(x²) + eps) * (weight + weight_offset)``; sums are in float32.
 
@@ -164,6 +168,7 @@ def rms_norm(*args: Any, **kwargs: Any) -> Any:
 
 
 @public_function(LayerNorm.prepare)
+@results(_WITH_SUM)
 def layer_norm(*args: Any, **kwargs: Any) -> Any:
     """Layer norm over the last axis, ``(x - mean) / sqrt(variance + eps) * weight + bias``; sums are in float32.
 

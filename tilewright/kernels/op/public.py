@@ -9,6 +9,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Concatenate, Unpack, get_args, get_origin, is_typeddict
 
+from tilewright.kernels.op.signatures import readable, results_of
+
 FLAX_ADAPTER = "tilewright.integrations.flax.dot_product_attention"
 
 _FLAX_KEYWORDS = frozenset(
@@ -73,14 +75,13 @@ def public_function[**P, R](
         a signature names, and would silently drop its dropout: ``dropout_rng`` is named in order to be refused.
     """
     _, *parameters = _expanded(inspect.signature(prepare).parameters.values())  # without self
-    refused = inspect.Parameter("dropout_rng", inspect.Parameter.KEYWORD_ONLY, default=None)
+    refused = inspect.Parameter("dropout_rng", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=None)
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     min_args, max_args = sum(p.default is p.empty for p in positional), len(positional)
     known = frozenset(p.name for p in parameters)
 
     def decorate(function: Callable[..., R]) -> Callable[P, R]:
-        returns = inspect.signature(function).return_annotation
-        signature = inspect.Signature([*parameters, *[refused] * attention_fn], return_annotation=returns)
+        signature = readable(inspect.Signature([*parameters, *[refused] * attention_fn]), results_of(function))
         name = function.__name__
 
         @functools.wraps(function)

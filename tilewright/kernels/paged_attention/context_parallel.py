@@ -13,11 +13,13 @@ from jax.typing import ArrayLike
 
 from tilewright.kernels.op.arguments import PlatformOption, as_array, flag, scaled, sinks_array, soft_cap
 from tilewright.kernels.op.sharding import AxisName
+from tilewright.kernels.op.signatures import WITH_LSE, results
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.ops.mla_decode import mla_decode
 from tilewright.kernels.paged_attention.ops.page_attention import page_attention
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import ragged_page_attention
 from tilewright.kernels.paged_attention.ops.update_pages import update_pages
+from tilewright.kernels.paged_attention.results import PAGES
 from tilewright.kernels.paged_attention.split_pages import SplitPages, token_ranges
 from tilewright.ops.kernel.kernel import errors_naming_function
 from tilewright.ops.utils.promotion import default_promotion
@@ -25,6 +27,7 @@ from tilewright.ops.utils.promotion import default_promotion
 type Window = int | tuple[int | None, int | None] | None
 
 
+@results(WITH_LSE)
 @default_promotion()
 def context_parallel_page_attention(
     query: ArrayLike,
@@ -134,6 +137,7 @@ def context_parallel_page_attention(
         return _results(split, partial, sinks, wants_lse)
 
 
+@results(WITH_LSE)
 @default_promotion()
 def context_parallel_mla_decode(
     query: ArrayLike,
@@ -226,6 +230,7 @@ def context_parallel_mla_decode(
         return _results(split, partial, sinks, wants_lse)
 
 
+@results(PAGES)
 @default_promotion()
 def context_parallel_update_pages(
     key_pages: ArrayLike,

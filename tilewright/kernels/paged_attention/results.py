@@ -1,6 +1,7 @@
 """The results of all backends of attention over a cache, and ``vmap`` for kernels without a rule of their own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,25 @@ from tilewright.kernels.numerics.softmax import accumulation_dtype, sinks_statis
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 
 type Results = tuple[Float[Array, "tokens heads value_dim"], Float[Array, "tokens heads"]]
+
+PAGES: Mapping[str, Any] = {
+    "": Array,
+    "value_pages": tuple[Array, Array],
+    "key_scale": tuple[Array, Array],
+    "value_pages key_scale value_scale": tuple[Array, Array, Array, Array],
+}
+"""The new pages and their scales, by the arrays that exist: see ``signatures.results``.
+
+They are plain tuples, for a loop of JAX must carry what it was given.
+"""
+
+WITH_PAGES: Mapping[str, Any] = {
+    "": tuple[Array, Array, Array],
+    "return_lse": tuple[Array, Array, Array, Array],
+    "key_scale value_scale": tuple[Array, Array, Array, Array, Array],
+    "return_lse key_scale value_scale": tuple[Array, Array, Array, Array, Array, Array],
+}
+"""The output, with the log-sum-exp if asked for, then new pages of keys and of values, and their scales."""
 
 
 def sinks_of(inputs: PagedInputs) -> tuple[jax.Array, jax.Array]:

@@ -6,7 +6,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+
+from tilewright.kernels.op.signatures import ArrayLike
 
 type LayoutName = Literal["zigzag", "contiguous"]
 

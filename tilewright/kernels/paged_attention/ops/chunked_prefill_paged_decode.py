@@ -7,10 +7,12 @@ from jax.typing import ArrayLike
 
 from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.signatures import results
 from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.op import PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import ServingOptions
+from tilewright.kernels.paged_attention.results import WITH_PAGES
 from tilewright.ops.utils.stable_ids import stable_id
 
 
@@ -68,6 +70,7 @@ _CHUNKED_PREFILL_PAGED_DECODE = ChunkedPrefillPagedDecode()
 
 
 @public_function(ChunkedPrefillPagedDecode.prepare)
+@results(WITH_PAGES)
 def chunked_prefill_paged_decode(*args: Any, **kwargs: Any) -> Any:
     """Writes the new tokens of packed sequences into their blocks and attends to them and all before, causally.
 

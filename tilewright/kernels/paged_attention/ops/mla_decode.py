@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 from tilewright.kernels.op.arguments import as_array, integer, reshape
 from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.signatures import WITH_LSE, results
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.cases import CACHE_OPTIONS, ServingCase, serving_cases
 from tilewright.kernels.paged_attention.inputs import PagedInputs
@@ -114,6 +115,7 @@ _MLA_DECODE = MlaDecode()
 
 
 @public_function(MlaDecode.prepare)
+@results(WITH_LSE)
 def mla_decode(*args: Any, **kwargs: Any) -> Any:
     """Multi-head latent attention in its absorbed form, over pages of latents (DeepSeek-V2, arXiv 2405.04434).
 

@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 
 from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.signatures import WITH_LSE, results
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
 from tilewright.kernels.paged_attention.inputs import PagedInputs
@@ -64,6 +65,7 @@ _PAGE_ATTENTION = PageAttention()
 
 
 @public_function(PageAttention.prepare)
+@results(WITH_LSE)
 def page_attention(*args: Any, **kwargs: Any) -> Any:
     """Attention of one query token of each sequence over pages (PagedAttention, arXiv 2309.06180).
 

@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 
 from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.signatures import WITH_LSE, results
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
 from tilewright.kernels.paged_attention.inputs import PagedInputs
@@ -69,6 +70,7 @@ _RAGGED_DECODE_ATTENTION = RaggedDecodeAttention()
 
 
 @public_function(RaggedDecodeAttention.prepare)
+@results(WITH_LSE)
 def ragged_decode_attention(*args: Any, **kwargs: Any) -> Any:
     """Attention of one query token of each sequence over the part of a dense cache between two ends.
 

@@ -8,11 +8,13 @@ from jax.typing import ArrayLike
 
 from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.signatures import WITH_LSE, results
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.cases import CACHE_OPTIONS, ServingCase, serving_cases
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.op import PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import ServingOptions
+from tilewright.kernels.paged_attention.results import WITH_PAGES
 from tilewright.ops.utils.stable_ids import stable_id
 
 
@@ -92,9 +94,12 @@ class RaggedPageAttention(PagedAttentionKernel):
 
 
 _RAGGED_PAGE_ATTENTION = RaggedPageAttention()
+_WRITTEN = {f"new_key new_value {names}": kind for names, kind in WITH_PAGES.items()}
+_READ = {f"{names} ?key_scale ?value_scale": kind for names, kind in WITH_LSE.items()}
 
 
 @public_function(RaggedPageAttention.prepare)
+@results(_READ | _WRITTEN)
 def ragged_page_attention(*args: Any, **kwargs: Any) -> Any:
     """Attention of packed queries over pages: prefill, chunks of it, and decoding, in one call.
 

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.public import public_function
+from tilewright.kernels.op.signatures import WITH_LSE, results
 from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.op import PagedAttentionKernel
@@ -99,6 +100,7 @@ _UNIFIED_ATTENTION = UnifiedAttention()
 
 
 @public_function(UnifiedAttention.prepare)
+@results(WITH_LSE)
 def unified_attention(*args: Any, **kwargs: Any) -> Any:
     """``ragged_page_attention`` in the layout and with the names of vLLM's kernel of this name.
 

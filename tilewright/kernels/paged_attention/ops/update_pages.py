@@ -13,10 +13,12 @@ from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.portfolio import InferenceKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.roofline import Cost
+from tilewright.kernels.op.signatures import results
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
 from tilewright.kernels.paged_attention.debugging import report
 from tilewright.kernels.paged_attention.reference import write_reference
+from tilewright.kernels.paged_attention.results import PAGES
 from tilewright.kernels.paged_attention.sampling import Draw
 from tilewright.kernels.paged_attention.writing import Cache, WriteInputs, check_split_by_heads
 from tilewright.ops.kernel.arrays import struct_like
@@ -160,6 +162,7 @@ _UPDATE_PAGES = UpdatePages()
 
 
 @public_function(UpdatePages.prepare)
+@results(PAGES)
 def update_pages(*args: Any, **kwargs: Any) -> Any:
     """Writes new keys and values into pages, quantised if those are.
 
