@@ -34,15 +34,17 @@ _HOMES = {
 """The modules of the functions that are imported on first use."""
 
 
-def __getattr__(name: str) -> Any:
-    # On first use: a program that imports only the framework need not wait for the ops, and the shell, which asks the
-    # command line for completions at every press of a key, need not wait for JAX.
-    if name in ("modules", "ops"):
-        return importlib.import_module(f"tilewright.{name}")
-    if name in _HOMES:
-        globals()[name] = found = getattr(importlib.import_module(_HOMES[name]), name)
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # to type checkers a misspelt name is an error
+
+    def __getattr__(name: str) -> Any:
+        # On first use: a program that imports only the framework need not wait for the ops, and the shell, which asks
+        # the command line for completions at every press of a key, need not wait for JAX.
+        if name in ("modules", "ops"):
+            return importlib.import_module(f"tilewright.{name}")
+        if name in _HOMES:
+            globals()[name] = found = getattr(importlib.import_module(_HOMES[name]), name)
+            return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ from tilewright.ops.executor import Executor, default_executor
 from tilewright.ops.kernel.arrays import split
 from tilewright.ops.kernel.kernel import Invocation, Kernel, check_kernel
 from tilewright.ops.lowering.programs import Programs
+from tilewright.ops.types import Out
 
 
 class ElementChooser(ConfigChooser):
@@ -44,13 +45,13 @@ def _element_executor(kernel: Kernel[Any, Any], executor: Executor[Any, Any] | N
 
 
 def vmap_with_config(
-    kernel: Kernel[Any, Any],
+    kernel: Kernel[Any, Out],
     in_axes: int | Sequence[Any] | None = 0,
     out_axes: object = 0,
     *,
     executor: Executor[Any, Any] | None = None,
     cfg: object = None,
-) -> Callable[..., Any]:
+) -> Callable[..., Out]:
     """``jax.vmap`` of a kernel, run with the config that a single element would get.
 
     Args:
@@ -68,12 +69,12 @@ def vmap_with_config(
 
 
 def pmap_with_config(
-    kernel: Kernel[Any, Any],
+    kernel: Kernel[Any, Out],
     axis_name: str = "devices",
     *,
     executor: Executor[Any, Any] | None = None,
     cfg: object = None,
-) -> Callable[..., Any]:
+) -> Callable[..., Out]:
     """Runs a kernel on every local device, each on its slice of the leading axis, with one config for all devices.
 
     Positional arrays and results have a leading axis as long as the number of local devices. Everything else, keyword

@@ -51,7 +51,7 @@ class Executor(Generic[Cfg, Out]):
         self.chooser = chooser
         self._programs = Programs()
 
-    def __call__(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out:
+    def __call__(self, kernel: Kernel[Cfg, Out], *args: object, cfg: object = None, **kwargs: object) -> Out:
         arrays, structure = split((args, kwargs))
         check_kernel(kernel)
         kernel.check_contents(args, kwargs)
@@ -84,7 +84,7 @@ class Executor(Generic[Cfg, Out]):
         given, named = prepare(kernel, args, kwargs)
         return apply_backward(kernel, selector, (tuple(given), dict(named)), residuals, cotangents, wanted)
 
-    def choose_config(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Cfg:
+    def choose_config(self, kernel: Kernel[Cfg, Out], *args: object, cfg: object = None, **kwargs: object) -> Cfg:
         """Returns the forward config that a call would run with; tunes the call if the policy allows it.
 
         Of a call that is computed by calls on the devices' parts of its arrays, the config of the first of those.
@@ -94,7 +94,7 @@ class Executor(Generic[Cfg, Out]):
         return chosen
 
     def compile(
-        self, kernel: Kernel[Cfg, Out], *example_args: object, cfg: Cfg | None = None, **kwargs: object
+        self, kernel: Kernel[Cfg, Out], *example_args: object, cfg: object = None, **kwargs: object
     ) -> Callable[..., Out]:
         """Returns a function of arguments like the examples (arrays or ``ShapeDtypeStruct``), compiled now.
 
@@ -112,7 +112,7 @@ class Executor(Generic[Cfg, Out]):
         return compiled
 
     def explain(
-        self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, quiet: bool = False, **kwargs: object
+        self, kernel: Kernel[Cfg, Out], *args: object, cfg: object = None, quiet: bool = False, **kwargs: object
     ) -> "Explanation":
         """Explains which config a call would run with, where it comes from, and why others were rejected; measures
         nothing.

@@ -1,12 +1,21 @@
 """Type variables of the framework, and its description of devices."""
 
 import dataclasses
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-Cfg = TypeVar("Cfg")
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # with defaults, which typing has from Python 3.13 on
+else:
+    from typing import TypeVar as _TypeVar
+
+    def TypeVar(name, default):
+        return _TypeVar(name)
+
+
+Cfg = TypeVar("Cfg", default=Any)
 """A kernel's configuration: any frozen, hashable value; a dataclass where it is to be stored."""
 
-Out = TypeVar("Out")
+Out = TypeVar("Out", default=Any)
 """The return type of a kernel: an array or a pytree of arrays."""
 
 Direction = Literal["forward", "backward"]

@@ -28,7 +28,7 @@ _LIVE: "weakref.WeakValueDictionary[tuple[str, str], Kernel[Any, Any]]" = weakre
 class KernelExecutor(Protocol):
     """The interface of an executor that kernels use."""
 
-    def __call__(self, kernel: "Kernel[Cfg, Out]", *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out: ...
+    def __call__(self, kernel: "Kernel[Cfg, Out]", *args: object, cfg: object = None, **kwargs: object) -> Out: ...
 
     def gradients(
         self,
@@ -299,7 +299,7 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """
         return None
 
-    def __call__(self, *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out:
+    def __call__(self, *args: object, cfg: object = None, **kwargs: object) -> Out:
         return DEFAULT_EXECUTOR.function()(self, *args, cfg=cfg, **kwargs)
 
     def gradients(

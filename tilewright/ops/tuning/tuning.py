@@ -30,6 +30,7 @@ from tilewright.ops.tuning.events import (
 )
 from tilewright.ops.tuning.isolation import IdleWorker, ProcessBench, Task, reason_not_sendable
 from tilewright.ops.tuning.schedule import Schedule
+from tilewright.ops.types import Cfg
 from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 from tilewright.ops.utils.target import check_runs_here
@@ -287,13 +288,13 @@ def log_event(logger: logging.Logger, event: TuningEvent) -> None:
 
 
 def autotune(
-    kernel: Kernel[Any, Any],
+    kernel: Kernel[Cfg, Any],
     *args: object,
-    configs: Iterable[Any] | None = None,
+    configs: Iterable[Cfg] | None = None,
     num_warmup: int = 3,
     num_iters: int = 10,
     **kwargs: object,
-) -> Any:
+) -> Cfg:
     """Returns the best forward config of one call, measured with the given arrays and stored for later calls.
 
     Args:
@@ -309,7 +310,8 @@ def autotune(
     result = Autotuner(Tuner(num_warmup, num_iters), verify=verify).tune(inv, configs=configs, inputs=inputs)
     if result.interrupted:
         raise KeyboardInterrupt
-    return result.entries[0].winner.config
+    config: Cfg = result.entries[0].winner.config
+    return config
 
 
 def autotune_recorded(
