@@ -38,7 +38,7 @@ help:
 	@echo 'make demo      tune and train a byte-level transformer on the CPU; writes .demo/'
 	@echo 'make generate  serve the model of make demo (which runs first if it has not): continuous batching over pages'
 	@echo 'make lint      ruff check and ruff format --check'
-	@echo 'make types     mypy'
+	@echo 'make types     mypy; mypy and pyright over README, docs and examples'
 	@echo 'make unit      the tests alone (SUITE=test)'
 	@echo 'make aot       compile every config that ships for an H100, without one; fails on spills'
 	@echo 'make test-gpu  tests/gpu on the accelerator (PYTHON=python3 for an environment of your own)'
@@ -97,6 +97,7 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	@$(PYTHON) -m mypy
+	@$(PYTHON) -m tools.snippets
 
 unit: $(STAMP)
 	@TILEWRIGHT_HYPOTHESIS_PROFILE=$(PROFILE) $(PYTHON) -m pytest --suite $(SUITE) -n $(JOBS) --dist worksteal \

@@ -22,7 +22,9 @@ from typing import assert_type
 import jax
 from jax import Array
 
-from tilewright import modules
+import tilewright
+from tilewright import modules, ops
+from tilewright.kernels.op.choice import Choice
 from tilewright.modules import (
     chunked_prefill_paged_decode, context_parallel_attention, context_parallel_mla_decode,
     context_parallel_page_attention, context_parallel_update_pages, decode_attention, dot_product_attention,
@@ -74,9 +76,43 @@ def checks(x: Array, i: Array, flag: bool, maybe: Array | None, pages: tuple[Arr
     assert_type(context_parallel_update_pages(*pages, x, x, i, i, axis_name="i"), tuple[Array, Array])
     assert_type(context_parallel_page_attention(x, *pages, i, i, axis_name="i"), Array)
     assert_type(context_parallel_mla_decode(x, x, i, i, axis_name="i", return_lse=True), tuple[Array, Array])
+    assert_type(modules.base.detect_platform("flash_attention"), modules.base.Platform)
+
+
+class Doubled(ops.Kernel[int, Array]):
+    def run(self, x: Array, *, cfg: int) -> Array:
+        return x * cfg
+
+    def heuristic_cfg(self, inv: ops.Invocation[int, Array]) -> int:
+        return 2
+
+
+class Untyped(ops.Kernel):
+    def run(self, x, *, cfg):
+        return x
+
+    def heuristic_cfg(self, inv):
+        return None
+
+
+def framework(x: Array) -> None:
+    assert_type(tilewright.explain(rms_norm, x), ops.ProgramExplanation)
+    assert_type(tilewright.tune(rms_norm, x), ops.AutotuningResult)
+    with tilewright.target_device("NVIDIA H200") as target:
+        assert_type(target, ops.Target)
+    assert_type(tilewright.zigzag(x, 1, 2), Array)
+    assert_type(ops.autotune(Doubled(), x), int)
+    assert_type(ops.autotune(modules.RmsNorm(), x), Choice)
+    assert_type(ops.benchmark(rms_norm, x), float)
+    assert_type(Doubled()(x), Array)
+    assert_type(ops.vmap_with_config(Doubled())(x), Array)
+    executor = ops.Executor(ops.ConfigSelectorChain())
+    executor(Untyped(), x)
+    assert_type(ops.from_json("3", int), int)
 
 
 def wrong(x: Array, i: Array) -> None:
+    tilewright.explian(rms_norm, x)  # wrong
     flash_attention(x, x, x, return_lse=True).sum()  # wrong
     flash_attention(x, x, x, casual=True)  # wrong
     rms_norm(x, residual=x).sum()  # wrong
