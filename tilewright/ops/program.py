@@ -151,7 +151,7 @@ def _found(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -
 
 
 def _times(lowered: jax.stages.Lowered) -> collections.Counter[str]:
-    """How often a run of a program runs each call, by label."""
+    """The number of times that a run of a program runs each call, by label."""
     module: Any = lowered.compiler_ir("stablehlo")
     found: collections.Counter[str] = collections.Counter()
     for operation, times in walk(module):

@@ -19,7 +19,7 @@ from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 
 QUERIES, KEYS = 0, 2
-"""Where the first and the end of a side are in ``ScoreArrays.inside``."""
+"""The places of the first and the end of a side in ``ScoreArrays.inside``."""
 
 
 def clear_outside(
