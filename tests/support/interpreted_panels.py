@@ -15,7 +15,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.kernels.flash_attention.hopper import bias_gradient, dropout, outside, scores
+from tilewright.kernels.flash_attention.hopper import bias_gradient, dropout, scores
 from tilewright.kernels.flash_attention.hopper.scores import TileCoord
 from tilewright.kernels.hopper import panels, shared
 from tilewright.kernels.hopper.matmul import mask
@@ -34,7 +34,6 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
     yield scores, "load_toeplitz_tile", _toeplitz_tile
     yield bias_gradient, "add_along_diagonals", _add_along_diagonals
     yield mask, "zero_rows", _zero_rows
-    yield outside, "zero_outside", _zero_outside
 
 
 @contextlib.contextmanager
@@ -58,15 +57,6 @@ def _zero_rows(tile: Ref, first: Any) -> None:
         row = plgpu.broadcasted_iota(jnp.int32, panel.shape, 0, layout=plgpu.Layout.WGMMA)
         values = plgpu.load(panel, layout=plgpu.Layout.WGMMA, optimized=False)
         panel[...] = jnp.where(row < first, values, jnp.zeros_like(values))
-
-
-def _zero_outside(stage: Ref, tile: Any, low: Any, high: Any) -> None:
-    """By a selection of all elements."""
-    del tile
-    for panel in stage.operands if isinstance(stage, PanelRef) else (stage,):
-        row = plgpu.broadcasted_iota(jnp.int32, panel.shape, 0, layout=plgpu.Layout.WGMMA)
-        values = plgpu.load(panel, layout=plgpu.Layout.WGMMA, optimized=False)
-        panel[...] = jnp.where((row >= low) & (row < high), values, jnp.zeros_like(values))
 
 
 def _bits(key: tuple[jax.Array, jax.Array], coord: TileCoord, threshold: int) -> jax.Array:

@@ -11,15 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.conformance import run_both
 from tests.kernels.flash_attention.conformance import (
     Conformance,
     cotangents,
     inputs_of,
     judge,
-    named,
     oracles,
-    poisoned,
     run_and_judge,
 )
 from tests.support.mosaic_interpret import interpret_mosaic
@@ -27,7 +24,6 @@ from tilewright.kernels.flash_attention.cases import AttentionCase
 from tilewright.kernels.flash_attention.hopper import backend
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.hopper.call import GroupParts
-from tilewright.kernels.flash_attention.hopper.heuristics import has_panels
 from tilewright.kernels.flash_attention.hopper.params import (
     HopperBackwardParams,
     HopperForwardParams,
@@ -241,41 +237,6 @@ def test_a_bias_of_the_lowest_number(index: int, sinks: int):
     exact, low = oracles(inputs, *cotangents(inputs))
     assert np.all(np.isneginf(np.asarray(lse)[..., (rows % 8 < 3) & (sinks == 0)]))
     judge({"out": out, "lse": lse}, exact.results, low.results, 2.0)
-
-
-SEVERAL_TILES: dict[str, Any] = {
-    "lengths": {"lengths": ((330, 100, 0), (290, 0, 200)), "batch": 3},
-    "lengths, causal": {"lengths": ((330, 129, 64), (65, 128, 290)), "batch": 3},
-    "packed": {"lengths": ((70, 130, 280), (66, 150, 210))},
-    "packed, causal, cap": {"lengths": ((3, 70, 300),) * 2, "q_length": 330, "kv_length": 330},
-}
-
-
-@pytest.mark.parametrize("configs", CONFIGS)
-@pytest.mark.parametrize("name", SEVERAL_TILES)
-def test_what_lies_outside_of_several_tiles(name: str, configs: tuple[HopperForwardParams, HopperBackwardParams]):
-    """Whole tiles outside, and tiles that hang over either end; items of all of them, and empty sequences."""
-    sizes = {"q_length": 330, "kv_length": 290, "heads": 4, "kv_heads": 2, "head_dim": 64} | SEVERAL_TILES[name]
-    call = poisoned(name, np.nan, "bfloat16", **sizes)
-    call.check(jax.jit(lambda *given: named(*run_both(PallasGpuFlashAttention(), *given, configs))))
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_what_lies_outside_of_tiles_without_panels(deterministic: bool):
-    sizes = {"q_length": 256, "kv_length": 128, "head_dim": 64, "lengths": ((256, 100, 64, 0), (70, 0, 128, 3))}
-    call = poisoned("lengths", np.nan, "bfloat16", **sizes)
-    params = HopperForwardParams(128, 64, 2, False, False), HopperBackwardParams(64, 2, deterministic)
-    assert not has_panels(call.clean[0])
-    call.check(jax.jit(lambda *given: named(*run_both(PallasGpuFlashAttention(), *given, params))))
-
-
-@pytest.mark.parametrize(("deterministic", "d_out_stages"), [(False, 1), (True, 2), (True, 1)])
-def test_what_lies_outside_of_wide_heads(deterministic: bool, d_out_stages: int):
-    sizes = {"head_dim": 160, "kv_length": 130, "lengths": ((70, 33, 0, 70), (17, 0, 64, 130))}
-    call = poisoned("lengths", np.nan, "bfloat16", **sizes)
-    backward = WideBackwardParams(deterministic, d_out_stages=d_out_stages)
-    params = HopperForwardParams(128, 48, 2, True, False), backward
-    call.check(jax.jit(lambda *given: named(*run_both(PallasGpuFlashAttention(), *given, params))))
 
 
 def test_wide_heads():

@@ -119,3 +119,30 @@ def test_every_call_is_named_in_the_program_with_its_config(qkv: Any) -> None:
     configs = labels_to_configs(labels)
     choices = default_executor().explain(FlashAttention(), *qkv, causal=True, quiet=True).choices
     assert list(configs.values()) == [choice.config for choice in choices]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_nan_outside_reaches_no_gradient(qkv: tuple[jax.Array, ...], packed: bool):
+    """Eagerly and mapped, of the arrays and of a scale that is one; the loss reads what is inside."""
+    if packed:
+        bounds = jnp.array([2, 9, 30], jnp.int32)
+        arrays, options = tuple(x[:1] for x in qkv), {"cum_seqlens_q": bounds, "cum_seqlens_k": bounds}
+        inside = ((jnp.arange(LENGTH) >= 2) & (jnp.arange(LENGTH) < 30))[None, :, None, None]
+    else:
+        lengths = jnp.array([13, LENGTH], jnp.int32)
+        arrays, options = qkv, {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+        inside = (jnp.arange(LENGTH) < lengths[:, None])[..., None, None]
+    bad = tuple(jnp.where(inside, x, jnp.nan) for x in arrays)
+
+    def loss(scale, *qkv):
+        out = flash_attention(*qkv, softmax_scale=scale, causal=True, **options)
+        # Without a selection: the gradient of the output is 0 · NaN where the residual is NaN.
+        return jnp.sum(jnp.where(inside, out * jax.lax.stop_gradient(bad[0]), 0.0))
+
+    found, want = (jax.grad(loss, (0, 1, 2, 3))(0.3, *each) for each in (bad, arrays))
+    found_mapped = jax.vmap(jax.grad(loss, (0, 1, 2, 3)), (0, None, None, None))(jnp.full(2, 0.3), *bad)
+    for got, mapped, expected in zip(found, found_mapped, want, strict=True):
+        np.testing.assert_array_equal(got, expected)
+        np.testing.assert_allclose(mapped[1], expected, rtol=1e-5, atol=1e-6)
+    for gradient in found[1:]:
+        assert not np.any(np.where(inside, 0.0, gradient))

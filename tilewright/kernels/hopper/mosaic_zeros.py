@@ -1,7 +1,4 @@
-"""Zeros in rows of a tile in shared memory, in Mosaic GPU's own terms, below Pallas.
-
-Only `matmul/mask.py` and `flash_attention/hopper/outside.py` call it.
-"""
+"""Zeros in rows of a tile in shared memory, in Mosaic GPU's own terms, below Pallas: only `mask.py` calls it."""
 
 from typing import Any, cast
 
@@ -46,42 +43,4 @@ def zero_lines(panel: Any, first: Any) -> None:
         own = arith.addi(line, utils.c(number * lines_per_store, i32))
         with utils.when(arith.cmpi(arith.CmpIPredicate.sge, own, first.registers.item())):
             target = utils.getelementptr(pointer, [number * WARPGROUP_THREADS * VECTOR_BYTES], i8)
-            llvm.store(zeros, target, alignment=VECTOR_BYTES)
-
-
-def zero_lines_outside(tile: Any, low: Any, high: Any) -> None:
-    """Zeroes the rows of a tile that are not from ``low`` to ``high``, without a load, 16 bytes a store.
-
-    Args:
-      tile: a tiled memref, ``[rows / 8, columns / width, 8, width]``, of any swizzle: none moves bytes from one line,
-        ``width`` elements, to another.
-      low, high: each a ``FragmentedArray`` of one int32.
-    """
-    from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm
-
-    i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
-
-    row_atoms, column_atoms, atom_rows, width = ir.MemRefType(tile.type).shape
-    vectors_per_line = width * utils.bytewidth(ir.MemRefType(tile.type).element_type) // VECTOR_BYTES
-    vectors = row_atoms * column_atoms * atom_rows * vectors_per_line
-    assert vectors % WARPGROUP_THREADS == 0, tile.type
-
-    thread = arith.andi(utils.thread_idx(), utils.c(WARPGROUP_THREADS - 1, i32))
-    pointer = utils.getelementptr(utils.memref_ptr(tile), [arith.muli(thread, utils.c(VECTOR_BYTES, i32))], i8)
-    vector = ir.VectorType.get((VECTOR_BYTES // 4,), i32)
-    zeros = cast(Any, arith).constant(vector, ir.DenseElementsAttr.get_splat(vector, ir.IntegerAttr.get(i32, 0)))
-    for first in range(0, vectors, WARPGROUP_THREADS):
-        line = arith.divui(arith.addi(thread, utils.c(first, i32)), utils.c(vectors_per_line, i32))
-        row = line
-        if column_atoms > 1:  # lines of one column of atoms come before those of the next one
-            block = arith.divui(line, utils.c(column_atoms * atom_rows, i32))
-            within = arith.remui(line, utils.c(atom_rows, i32))
-            row = arith.addi(arith.muli(block, utils.c(atom_rows, i32)), within)
-        # Signed: a tile may lie before or behind all of what is kept.
-        before = arith.cmpi(arith.CmpIPredicate.slt, row, low.registers.item())
-        behind = arith.cmpi(arith.CmpIPredicate.sge, row, high.registers.item())
-        with utils.when(arith.ori(before, behind)):
-            target = utils.getelementptr(pointer, [first * VECTOR_BYTES], i8)
             llvm.store(zeros, target, alignment=VECTOR_BYTES)

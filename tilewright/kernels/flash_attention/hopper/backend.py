@@ -54,7 +54,8 @@ from tilewright.kernels.flash_attention.hopper.wide.backward import wide_key_val
 from tilewright.kernels.flash_attention.hopper.wide.plans import WideBackwardPlan
 from tilewright.kernels.flash_attention.hopper.wide.query import wide_query_kernel
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
-from tilewright.kernels.flash_attention.masking import inside_rows, split_mask
+from tilewright.kernels.flash_attention.masking import split_mask
+from tilewright.kernels.flash_attention.operands import with_cleared_rows, with_cleared_values
 from tilewright.kernels.flash_attention.results import (
     Results,
     empty_backward,
@@ -245,6 +246,7 @@ class PallasGpuFlashAttention(Backend[AttentionInputs, Results, HopperForwardPar
         """``(out, lse)``."""
         if inputs.is_empty:
             return empty_forward(inputs)
+        inputs = with_cleared_values(inputs)
         plan = plan_of(inputs, params)
         assert isinstance(plan, ForwardPlan)
         extent = Extent(inputs.q_length, inputs.kv_length, params.block_q, params.block_k)
@@ -276,9 +278,11 @@ class PallasGpuFlashAttention(Backend[AttentionInputs, Results, HopperForwardPar
         """Gradients for query, key, value, bias and softmax_aux, from any backend's ``(out, lse)``."""
         if inputs.is_empty:
             return empty_backward(inputs, *results, *cotangents)
-        plan = plan_of(inputs, params)
+        inputs, d_out = with_cleared_rows(inputs, cotangents[0])
+        cotangents = d_out, cotangents[1]
         batch, q_length, heads, head_dim = inputs.query.shape
         kv_length, kv_heads, value_dim = inputs.value.shape[1:]
+        plan = plan_of(inputs, params)
         assert isinstance(plan, BackwardPlan | WideBackwardPlan)
         dims, panelled, bias_gradient = (plan.head_dim, plan.value_dim), plan.panelled, plan.bias_gradient
         group = group_parts(inputs, plan, num_sms(current_device()))
@@ -294,13 +298,8 @@ class PallasGpuFlashAttention(Backend[AttentionInputs, Results, HopperForwardPar
         d_lse = jnp.zeros_like(lse) if cotangents[1] is None else cotangents[1].astype(jnp.float32)
         d_lse, exponent = zero_fully_masked_rows(d_lse, lse)
         rows = [(0, 0), (0, 0), (0, q_padded - q_length)]
-        # −lse is −∞ for padded queries: their P is 0, so no kernel has to mask them. And for queries outside, whose lse
-        # is that of the sinks: rowsum(dO ∘ O) is not subtracted, as dO may be NaN there.
-        shift = exponent * (-LOG2E / options.multiplier)
-        q_inside, _ = inside_rows(inputs.mask, q_length, kv_length)
-        if q_inside is not None:
-            shift = jnp.where(q_inside[:, None], shift, -jnp.inf)
-        shift = jnp.pad(shift, rows, constant_values=-jnp.inf)
+        # −lse is −∞ for padded queries: their P is 0, so no kernel has to mask them.
+        shift = jnp.pad(exponent * (-LOG2E / options.multiplier), rows, constant_values=-jnp.inf)
         # Without rowsum(dO ∘ O), which the first kernel subtracts.
         statistics = jax.new_ref(unvarying(jnp.stack([shift, jnp.pad(d_lse, rows)], axis=2)))
         call = BackwardCall(
@@ -372,8 +371,6 @@ class PallasGpuFlashAttention(Backend[AttentionInputs, Results, HopperForwardPar
         d_bias: Any = found.d_bias if bias_ref is None else jax.freeze(bias_ref)
         d_bias = None if bias_gradient is None else bias_gradient.result(d_bias)
         delta = -jax.freeze(statistics)[:, :, MINUS_DELTA, :q_length]
-        if q_inside is not None:
-            delta = jnp.where(q_inside[:, None], delta, -d_lse)  # of the sinks alone: O is 0
         return {
             "query": d_query[..., :head_dim],
             "key": group.total(found.d_key, key.dtype)[:, :kv_length, :, :head_dim],

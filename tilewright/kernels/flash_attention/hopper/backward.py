@@ -63,7 +63,6 @@ from tilewright.kernels.flash_attention.hopper.call import BackwardCall, Convers
 from tilewright.kernels.flash_attention.hopper.d_query import OverlappedConversion
 from tilewright.kernels.flash_attention.hopper.delta import MINUS_DELTA, MINUS_LSE
 from tilewright.kernels.flash_attention.hopper.dropout import draw_kept, zero_dropped
-from tilewright.kernels.flash_attention.hopper.outside import KEYS, QUERIES, clear_outside
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
 from tilewright.kernels.flash_attention.hopper.plans import BackwardPlan, KeyValueScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Tables, TileSchedule
@@ -80,7 +79,7 @@ from tilewright.kernels.hopper.panels import mma, store_tile
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import operands_of, run_warpgroup
 from tilewright.kernels.hopper.tiles import ROWS, column_layout, opaque_zero, store_unoptimised
-from tilewright.kernels.hopper.types import Condition, Ref, Scalar
+from tilewright.kernels.hopper.types import Ref, Scalar
 
 
 def key_value_kernel(
@@ -230,10 +229,6 @@ def accumulate_dk_dv(tile: KeyTile, first: Scalar, dk: Ref, dv: Ref) -> tuple[ja
     # Once an item, not once a step: each phase of these barriers is an item.
     ctx.scratch.k.load_from_shared(tile.item_index)
     ctx.scratch.v.load_from_shared(tile.item_index)
-    # Also for the dQ warpgroup, which reads K behind the hand-over of dS.
-    first_key = tile.kv_start - ctx.warpgroup * ROWS
-    for ring in (ctx.scratch.k, ctx.scratch.v):
-        clear_outside(ring, tile.item_index, ctx.operands.arrays, KEYS, tile.batch, first_key)
     s = None
     # An item has one step at least (``Steps.total``), so its first S is always wanted.
     if ctx.overlaps_next_s:
@@ -281,14 +276,11 @@ def consume_step(tile: KeyTile, step: QueryStep, s: jax.Array | None, dk: Ref, d
     tiles = StepTiles(tile, step, coord, zero, q, d_out)
     bits = None
     if s is None:
-        compute = functools.partial(compute_s_and_bits, tile, step.index, coord, masked=step.masked)
+        compute = functools.partial(compute_s_and_bits, tile, step.index, coord)
         s, bits = pl.run_scoped(compute, plgpu.ACC(ctx.s_shape, jnp.float32))
     p = softmax_tile(tiles, s, bits)
     # Waited for as late as that: neither S nor P needs dO.
     rings.d_out.load_from_shared(step.index)
-    # No MMA is in flight here. Of Q computed ahead S is masked, but dK is not.
-    for ring in (rings.q, rings.d_out) if ctx.overlaps_next_s else (rings.d_out,):
-        clear_outside(ring, step.index, ctx.operands.arrays, QUERIES, tile.batch, coord.q_start, step.masked)
     # dP and dS in sub-tiles of 64 queries: those of 128 queries would spill.
     ds = [
         pl.run_scoped(functools.partial(compute_ds, tiles, p, dv, begin), plgpu.ACC((ROWS, ROWS), jnp.float32))
@@ -343,13 +335,11 @@ def compute_s(tile: KeyTile, step: Scalar, s: Ref) -> jax.Array:
 
 
 def compute_s_and_bits(
-    tile: KeyTile, step: Scalar, coord: TileCoord | None, s: Ref, masked: Condition = True
+    tile: KeyTile, step: Scalar, coord: TileCoord | None, s: Ref
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes S of a step, and beside it the dropout's bits of its tile ``coord``, if there is any."""
     ctx = tile.ctx
     wait_queries(ctx, step)
-    if coord is not None:
-        clear_outside(ctx.scratch.q, step, ctx.operands.arrays, QUERIES, coord.batch, coord.q_start, masked)
     initialize_s(ctx, step, coord, s)
     issue_s(tile, step, s)
     bits = None if coord is None else draw_kept(ctx.options, ctx.operands.arrays, coord)

@@ -48,7 +48,6 @@ from tilewright.kernels.flash_attention.hopper.delta import (
     rowsum_of_products,
 )
 from tilewright.kernels.flash_attention.hopper.dropout import draw_kept, zero_dropped
-from tilewright.kernels.flash_attention.hopper.outside import KEYS, QUERIES, clear_outside
 from tilewright.kernels.flash_attention.hopper.params import CONSUMERS, HopperBackwardParams
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import (
@@ -302,7 +301,6 @@ def accumulate_dq(tile: QueryTile, dq: Ref) -> jax.Array:
     ctx, rings = tile.ctx, tile.ctx.scratch
     rings.statistics.load_from_shared(tile.item_index)
     rings.d_out.load_from_shared(tile.item_index)
-    clear_rows(tile, rings.d_out)
     minus_lse, d_lse = (
         plgpu.load(rings.statistics.smem.at[0, row, tile.own_rows], layout=row_layout())
         for row in (MINUS_LSE, MINUS_DELTA)
@@ -311,7 +309,6 @@ def accumulate_dq(tile: QueryTile, dq: Ref) -> jax.Array:
     statistics = StatisticTiles(*(lax.broadcast_in_dim(row, ctx.s_shape, [0]) for row in (minus_lse, minus_delta)))
     # Q last: delta needs O and dO only, and is computed while Q is on its way.
     rings.q.load_from_shared(tile.item_index)
-    clear_rows(tile, rings.q)
 
     def one(number: Scalar, _: None) -> None:
         k_step = tile.first + number
@@ -333,12 +330,6 @@ def accumulate_dq(tile: QueryTile, dq: Ref) -> jax.Array:
     rings.q.release(tile.item_index)
     rings.d_out.release(tile.item_index)
     return dq[...]
-
-
-def clear_rows(tile: QueryTile, ring: Ring) -> None:
-    """Clears what of an item's tile of Q or dO lies outside, also the rows of the other consumer."""
-    start = tile.q_start - tile.ctx.warpgroup * ROWS
-    clear_outside(ring, tile.item_index, tile.ctx.operands.arrays, QUERIES, tile.batch, start)
 
 
 class StatisticTiles(NamedTuple):
@@ -367,17 +358,9 @@ def compute_ds(tile: QueryTile, step: KeyStep, statistics: StatisticTiles, s: Re
     start = initial_scores(options, ctx.operands.arrays, lambda: step.coord)
     if start is not None:
         s[...] = start
-    arrays, coord = ctx.operands.arrays, step.coord
     rings.k.load_from_shared(step.k_step)
-    if arrays.inside is not None:
-        # V before the MMA for S, beside which it is not cleared.
-        rings.v.load_from_shared(step.v_step)
-        needs_mask = step.number < tile.steps.masked
-        clear_outside(rings.k, step.k_step, arrays, KEYS, tile.batch, coord.kv_start, needs_mask)
-        clear_outside(rings.v, step.v_step, arrays, KEYS, tile.batch, coord.kv_start, needs_mask)
     mma(s, q, rings.k.get_mma_tile(step.k_step, transposed=True))
-    if arrays.inside is None:
-        rings.v.load_from_shared(step.v_step)
+    rings.v.load_from_shared(step.v_step)
     mma(dp, d_out, rings.v.get_mma_tile(step.v_step, transposed=True))
     # Waits only for S: P is computed while the MMA for dP is in flight.
     bits = draw_kept(options, ctx.operands.arrays, step.coord)

@@ -185,9 +185,8 @@ def issue_qk(ctx: ForwardContext, q_tile: Ref, step: Scalar, scores: Ref) -> Non
 
 
 def issue_pv(ctx: ForwardContext, acc: Ref, p: jax.Array, queued: QueuedItem, step: Scalar) -> None:
-    """Waits for V of a step of the rings, unless ``ctx.wait_values`` has, and issues O += PV."""
-    if not ctx.clears:
-        when(queued.loads, lambda: ctx.scratch.v.load_from_shared(step))
+    """Waits for V of a step of the rings, and issues O += PV."""
+    when(queued.loads, lambda: ctx.scratch.v.load_from_shared(step))
     mma(acc, p, ctx.scratch.v.get_mma_tile(step))
 
 
@@ -202,6 +201,12 @@ def score_coord(ctx: ForwardContext, item: Scalar, step: Scalar) -> TileCoord:
 def draw_bits(ctx: ForwardContext, item: Scalar, step: Scalar) -> jax.Array | None:
     """The dropout's bits of a step, drawn while MMAs are in flight; None without dropout."""
     return draw_kept(ctx.call.options, ctx.operands.arrays, score_coord(ctx, item, step))
+
+
+def release_step(ctx: ForwardContext, ring: Ring, step: Scalar) -> None:
+    """Releases K or V of a step, unless it stays for the items after this one."""
+    if not ctx.call.resident_steps:
+        ring.release(step)
 
 
 def release_item(ctx: ForwardContext, ring: Ring, queued: QueuedItem, first: Scalar) -> None:
@@ -285,7 +290,7 @@ def first_step(ctx: ForwardContext, queued: QueuedItem, step: Scalar) -> RowStat
         return scores[...], bits
 
     scores, bits = pl.run_scoped(qk_alone, plgpu.ACC(tile_shape, jnp.float32))
-    ctx.release_step(k_ring, step)
+    release_step(ctx, k_ring, step)
     # The last load of the step: its wait comes when S is complete, and its stage is free before the softmax begins.
     bias, masked = ctx.read_bias(step), ctx.call.first_masked
     tile = softmax_tile(ctx, scores, bits, queued.item, jnp.int32(0), *initial_statistics(), masked, bias)
@@ -308,7 +313,6 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
 
         def qk_beside_pv(scores: Ref) -> RowState:
             initialize_s(ctx, queued.item, item_step, scores)
-            ctx.wait_values(queued, step - 1, item_step - 1)
             ctx.wait_turn()
             when(queued.loads, lambda: k_ring.load_from_shared(step))
             # QKᵀ before PV: the softmax waits for the older of the two groups, and PV runs beside it.
@@ -318,12 +322,12 @@ def remaining_steps(ctx: ForwardContext, acc: Ref, queued: QueuedItem, first: Sc
             bits = draw_bits(ctx, queued.item, item_step)
             # wait_n=1: QKᵀ is complete, PV may still run.
             s = plgpu.wgmma_accumulator_load(scores, wait_n=0 if call.softmax_after_pv else 1)
-            ctx.release_step(k_ring, step)
+            release_step(ctx, k_ring, step)
             bias = ctx.read_bias(step)
             tile = softmax_tile(ctx, s, bits, queued.item, item_step, state.m, state.row_sum, call.later_masked, bias)
             # alpha rescales O, so PV of the step before must have added to it; its V is free then, too.
             plgpu.wgmma_wait(0)
-            ctx.release_step(v_ring, step - 1)
+            release_step(ctx, v_ring, step - 1)
             acc[...] = acc[...] * across(tile.alpha, call.value_dim)
             return rounded_state(ctx, tile)
 
@@ -351,10 +355,9 @@ def consume_item(ctx: ForwardContext, queued: QueuedItem, first: Scalar) -> Scal
         if call.plan.own_output:
             scratch.q.release(queued.index)
         release_item(ctx, scratch.k, queued, first)
-        ctx.wait_values(queued, after - 1, after - 1 - first)
         issue_pv(ctx, acc, state.p, queued, after - 1)
         out = acc[...]
-        ctx.release_step(scratch.v, after - 1)
+        release_step(ctx, scratch.v, after - 1)
         release_item(ctx, scratch.v, queued, first)
         return out, state.m, state.row_sum
 
@@ -417,7 +420,6 @@ def last_pv_beside_next_step(
 
     def qk_beside_pv(scores: Ref) -> RowState:
         initialize_s(ctx, next_item, jnp.int32(0), scores)
-        ctx.wait_values(queued, last, ctx.decode(queued.item).steps.total - 1)
         ctx.wait_turn()
 
         @pl.when(has_next)
@@ -433,12 +435,12 @@ def last_pv_beside_next_step(
 
         @pl.when(has_next)
         def _() -> None:
-            ctx.release_step(k_ring, step)
+            release_step(ctx, k_ring, step)
 
         bias, masked = ctx.read_bias(step, has_next), ctx.call.first_masked
         tile = softmax_tile(ctx, s, bits, next_item, jnp.int32(0), *initial_statistics(), masked, bias)
         plgpu.wgmma_wait(0)
-        ctx.release_step(v_ring, last)
+        release_step(ctx, v_ring, last)
         return rounded_state(ctx, tile)
 
     return pl.run_scoped(qk_beside_pv, plgpu.ACC((ROWS, ctx.call.params.block_k), jnp.float32))

@@ -9,12 +9,11 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.flash_attention.hopper.outside import KEYS, clear_outside
 from tilewright.kernels.flash_attention.hopper.params import HopperForwardParams
 from tilewright.kernels.flash_attention.hopper.plans import ForwardPlan, ForwardScratch
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import BiasTiles, ScoreArrays, ScoreOptions
-from tilewright.kernels.hopper.ring import Ring, when
+from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import decode_tile_index
 from tilewright.kernels.hopper.softmax import AttentionResults
 from tilewright.kernels.hopper.tiles import ROWS
@@ -142,31 +141,6 @@ class ForwardContext:
     def q_start(self, work: WorkItem) -> Scalar:
         """The first query of this consumer."""
         return work.q_tile * self.call.params.block_q + self.warpgroup * ROWS
-
-    @property
-    def clears(self) -> bool:
-        """True if values that lie outside of lengths, or of packed sequences, are cleared."""
-        return self.operands.arrays.inside is not None
-
-    def wait_values(self, queued: QueuedItem, step: Scalar, item_step: Scalar) -> None:
-        """Waits for V of a step of the rings where it may have to be cleared: before an MMA of the next step is issued.
-
-        Else the wait is behind QKᵀ of the next step.
-
-        Args:
-          item_step: the step within the item.
-        """
-        if not self.clears:
-            return
-        when(queued.loads, lambda: self.scratch.v.load_from_shared(step))
-        work = self.decode(queued.item)
-        start, masked = work.steps.tile(item_step) * self.call.params.block_k, item_step < work.steps.masked
-        clear_outside(self.scratch.v, step, self.operands.arrays, KEYS, work.batch, start, masked)
-
-    def release_step(self, ring: Ring, step: Scalar) -> None:
-        """Releases K or V of a step, unless it stays for the items after this one."""
-        if not self.call.resident_steps:
-            ring.release(step)
 
     @property
     def bias_tiles(self) -> BiasTiles:

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float  # noqa: F401
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs, dropout_keys
-from tilewright.kernels.flash_attention.masking import FAR, Band, inside_ranges, split_mask
+from tilewright.kernels.flash_attention.masking import FAR, Band, split_mask
 from tilewright.kernels.flash_attention.position_bias import Kind, PositionBias
 from tilewright.kernels.flash_attention.results import HIDING_BIAS, hides
 from tilewright.kernels.hopper import mosaic as plgpu
@@ -64,7 +64,6 @@ class ScoreArrays:
       dropout_keys: ``[batch, heads, 2]`` uint32, of the generator.
       position_values: float32 values of a bias of positions over the softmax scale: ``[heads, 1]`` negated slopes, or
         ``[heads | 1, padded differences]``.
-      inside: ``[batch|1, 4]`` int32 of `inside_ranges`, outside of which kernels clear rows (`outside.py`), or None.
 
     Vectors and other matrices are padded to whole tiles.
     """
@@ -73,11 +72,10 @@ class ScoreArrays:
     bias: jax.Array | Ref | None
     dropout_keys: jax.Array | Ref | None
     position_values: jax.Array | Ref | None = None
-    inside: jax.Array | Ref | None = None
 
 
 jax.tree_util.register_dataclass(
-    ScoreArrays, data_fields=["mask", "bias", "dropout_keys", "position_values", "inside"], meta_fields=[]
+    ScoreArrays, data_fields=["mask", "bias", "dropout_keys", "position_values"], meta_fields=[]
 )
 
 
@@ -201,8 +199,7 @@ def prepare_scores(
             values = -values
         else:
             values = jnp.pad(values, [(0, 0), (q_padded - q_length, kv_padded - kv_length)])
-    inside = inside_ranges(inputs.mask, q_length, kv_length)
-    return options, ScoreArrays(rest, bias, dropout_keys(inputs), values, inside)
+    return options, ScoreArrays(rest, bias, dropout_keys(inputs), values)
 
 
 def transposed(arrays: ScoreArrays, stages_bias: bool = False) -> ScoreArrays:

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from tilewright.kernels.flash_attention.hopper.call import GroupParts, KeyValueResults
-from tilewright.kernels.flash_attention.hopper.outside import KEYS, QUERIES, clear_outside
 from tilewright.kernels.flash_attention.hopper.params import BLOCK
 from tilewright.kernels.flash_attention.hopper.schedule import TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import BiasTiles, ScoreArrays, ScoreOptions, TileCoord
@@ -15,7 +14,6 @@ from tilewright.kernels.flash_attention.hopper.wide.scores import (
     QueryIteration,
     QueryIterations,
     has_separate_ds_factor,
-    item_in_step,
 )
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import Ring
@@ -95,25 +93,6 @@ class WideContext:
         # With another factor of dS there are two tiles of P, and where dQ is added up its columns are in registers
         # besides.
         return not self.plan.fuses_dq and not has_separate_ds_factor(self.options)
-
-    @property
-    def clears(self) -> bool:
-        """True if rows that lie outside of lengths, or of packed sequences, are cleared."""
-        return self.operands.arrays.inside is not None
-
-    def clear_keys(self, ring: Ring, item: Scalar) -> None:
-        """Clears the rows outside of an item's K or V, whose load has been waited for."""
-        work = self.decode(item)
-        clear_outside(ring, 0, self.operands.arrays, KEYS, work.batch, work.kv_start)
-
-    def wait_queries(self, ring: Ring, item: Scalar, step: Scalar, iteration: QueryIteration) -> None:
-        """Waits for Q or dO of a step, and clears its rows outside; no MMA may be in flight then."""
-        ring.load_from_shared(step)
-        if not self.clears:
-            return
-        work = self.decode(item_in_step(item, step))
-        start, masked = work.iterations.q_start(iteration), work.iterations.masked(iteration)
-        clear_outside(ring, step, self.operands.arrays, QUERIES, work.batch, start, masked)
 
     @property
     def d_bias(self) -> Ref | None:

@@ -98,7 +98,6 @@ class DkWarpgroup:
         """Sums dK over all steps; returns it without the scale, and leaves it the last stage of Q."""
         k_ring, v_ring = self.ctx.scratch.k, self.ctx.scratch.v
         v_ring.load_from_shared(0)
-        self.ctx.clear_keys(v_ring, self.item)
         if self.fuses_dq:
             k_ring.load_from_shared(0)
         if self.ctx.overlaps_next_step:
@@ -121,7 +120,7 @@ class DkWarpgroup:
 
     def first_ds(self, iterations: QueryIterations, dp: Ref) -> jax.Array:
         """dS of the first step, with no other MMA in flight."""
-        self.issue_dp(jnp.int32(0), iterations.first, dp)
+        self.issue_dp(jnp.int32(0), dp)
         dp_tile = dp[...]
         release_last_stage(self.ctx.scratch.q)
         return self.compute_ds(jnp.int32(0), iterations.first, dp_tile)
@@ -145,8 +144,7 @@ class DkWarpgroup:
 
     def overlapped(self, step: Scalar, iteration: QueryIteration, ds: jax.Array, dk: Ref, dp: Ref) -> jax.Array:
         """Issues dP of the next step and dK of this one, and computes the next dS beside dK."""
-        # The next iteration is decoded here only where its rows may have to be cleared.
-        self.issue_dp(step + 1, self.after(step, iteration) if self.ctx.clears else iteration, dp)
+        self.issue_dp(step + 1, dp)
         # dP of the next step is the older group: dS waits only for it, and dK runs beside the arithmetic.
         self.issue_dk(step, ds, dk)
         following = self.after_for_bias(step, iteration)
@@ -179,18 +177,18 @@ class DkWarpgroup:
             self.issue_dk(step, ds, dk)
         plgpu.wgmma_wait(0)
 
-    def issue_dp(self, step: Scalar, iteration: QueryIteration, dp: Ref) -> None:
-        """Issues the MMA dP = VdOᵀ − delta, with no other MMA in flight."""
+    def issue_dp(self, step: Scalar, dp: Ref) -> None:
+        """Issues the MMA dP = VdOᵀ − delta."""
         rings = self.ctx.scratch
         if not self.ctx.options.dropout_prob:
             dp[...] = load_statistic(rings.minus_delta, step)
-        self.ctx.wait_queries(rings.d_out, self.item, step, iteration)
+        rings.d_out.load_from_shared(step)
         v = rings.v.smem.at[opaque_zero(step + self.item)]
         mma(dp, v, rings.d_out.get_mma_tile(step, transposed=True))
 
     def ds_alone(self, step: Scalar, iteration: QueryIteration, dp: Ref) -> jax.Array:
         """dS of a step, with no other MMA in flight."""
-        self.issue_dp(step, iteration, dp)
+        self.issue_dp(step, dp)
         return self.compute_ds(step, iteration, dp[...])
 
     def compute_ds(self, step: Scalar, iteration: QueryIteration | None, dp: jax.Array) -> jax.Array:

@@ -70,8 +70,6 @@ class DvWarpgroup:
         """Sums dV over all steps; returns it without the scale of dropout, and leaves it the last stage of dO."""
         k_ring, fuses_dq = self.ctx.scratch.k, self.ctx.plan.fuses_dq
         k_ring.load_from_shared(0)
-        # Also for the dK warpgroup, which reads K and Q behind the hand-over of P.
-        self.ctx.clear_keys(k_ring, self.item)
         # Step 0 has nothing to run beside. K stays for the item; its barrier has a phase for each item.
         first = pl.run_scoped(functools.partial(self.first_p, iterations), self.ctx.s_accumulator)
         # `compute_dv` has waited for the stage of P in the item before.
@@ -82,7 +80,6 @@ class DvWarpgroup:
         last, p = lax.fori_loop(0, steps - 1, one, (iterations.first, p))
         if not fuses_dq:
             k_ring.release(0)  # the last S is complete
-        self.wait_outputs(steps - 1, last)
         self.issue_dv(steps - 1, p, dv)
         # The last dQ is computed beside the MMA for the last dV.
         self.add_own_dq(steps - 1, last)
@@ -98,8 +95,7 @@ class DvWarpgroup:
         iteration, p = carry
         # The next tile of queries is needed now: S of the next step is issued before dV of this one.
         following = self.ctx.decode(item_in_step(self.item, step)).iterations.after(iteration)
-        overlapped = functools.partial(self.overlapped, step, iteration, following, p, dv)
-        next_p = pl.run_scoped(overlapped, self.ctx.s_accumulator)
+        next_p = pl.run_scoped(functools.partial(self.overlapped, step, following, p, dv), self.ctx.s_accumulator)
         if self.hands_over_early:
             # While the MMA for dV is in flight: the dK warpgroup waits for P.
             self.hand_over_p(step + 1, next_p.ds)
@@ -113,17 +109,8 @@ class DvWarpgroup:
         self.add_own_dq(step, iteration)
         return following, p
 
-    def overlapped(
-        self, step: Scalar, iteration: QueryIteration, following: QueryIteration, p: jax.Array, dv: Ref, s: Ref
-    ) -> ProbabilityTiles:
-        """Issues S of the next step and dV of this one, and computes the next P beside dV.
-
-        Args:
-          iteration: of this step.
-          following: of the next one.
-        """
-        self.wait_outputs(step, iteration)
-        self.wait_queries(step + 1, following)
+    def overlapped(self, step: Scalar, following: QueryIteration, p: jax.Array, dv: Ref, s: Ref) -> ProbabilityTiles:
+        """Issues S of the next step and dV of this one, and computes the next P beside dV."""
         if self.ctx.overlaps_next_step:
             # S is the older of the two groups: P waits only for it, and dV runs beside the exponentials.
             self.issue_s(step + 1, following, s)
@@ -142,23 +129,12 @@ class DvWarpgroup:
 
     def first_p(self, iterations: QueryIterations, s: Ref) -> ProbabilityTiles:
         """P of the first step, with no other MMA in flight."""
-        self.wait_queries(jnp.int32(0), iterations.first)
         self.issue_s(jnp.int32(0), iterations.first, s)
         bits = self.draw_bits(jnp.int32(0), iterations.first)
         s_tile = s[...]
         # Behind the first MMA, so that the wait for TMA, which reads the dV of the item before, runs beside it.
         release_last_stage(self.ctx.scratch.d_out)
         return self.compute_p(jnp.int32(0), iterations.first, s_tile, bits)
-
-    def wait_queries(self, step: Scalar, iteration: QueryIteration) -> None:
-        """Waits for Q of a step where it may have to be cleared; else `issue_s` waits."""
-        if self.ctx.clears:
-            self.ctx.wait_queries(self.ctx.scratch.q, self.item, step, iteration)
-
-    def wait_outputs(self, step: Scalar, iteration: QueryIteration) -> None:
-        """Waits for dO of a step where it may have to be cleared; else `issue_dv` waits."""
-        if self.ctx.clears:
-            self.ctx.wait_queries(self.ctx.scratch.d_out, self.item, step, iteration)
 
     def draw_bits(self, step: Scalar, iteration: QueryIteration) -> jax.Array | None:
         """The dropout's bits of a step, drawn while an MMA is in flight; None without dropout."""
@@ -178,8 +154,7 @@ class DvWarpgroup:
             start = minus_lse if start is None else start + minus_lse
         if start is not None:
             s[...] = start
-        if not self.ctx.clears:
-            rings.q.load_from_shared(step)
+        rings.q.load_from_shared(step)
         # The zero keeps wgmma's descriptors of K, which no step changes, out of the loop's registers.
         k = rings.k.smem.at[opaque_zero(step + self.item)]
         mma(s, k, rings.q.get_mma_tile(step, transposed=True))
@@ -231,8 +206,7 @@ class DvWarpgroup:
     def issue_dv(self, step: Scalar, p: jax.Array, dv: Ref) -> None:
         """Issues the MMA dV += P·dO."""
         d_out_ring, p_ring, buffer = self.ctx.scratch.d_out, self.ctx.scratch.p, self.ctx.scratch.p_dv
-        if not self.ctx.clears:
-            d_out_ring.load_from_shared(step)
+        d_out_ring.load_from_shared(step)
         # One stage each, so no slot is computed.
         p_smem = (p_ring.smem if buffer is None else buffer).at[0]
         mma(dv, p if self.ctx.p_in_registers else p_smem, d_out_ring.get_mma_tile(step))

@@ -49,7 +49,6 @@ from tilewright.kernels.flash_attention.hopper.delta import (
     rowsum_of_products,
 )
 from tilewright.kernels.flash_attention.hopper.dropout import draw_kept
-from tilewright.kernels.flash_attention.hopper.outside import KEYS, QUERIES, clear_outside
 from tilewright.kernels.flash_attention.hopper.params import BLOCK, CONSUMERS, WideBackwardParams
 from tilewright.kernels.flash_attention.hopper.schedule import Steps, Tables, TileSchedule
 from tilewright.kernels.flash_attention.hopper.scores import BiasTiles, ScoreOptions, TileCoord, initial_scores
@@ -114,12 +113,6 @@ class WideQueryContext:
     def s_accumulator(self) -> object:
         """The type of the accumulator of S or dP."""
         return plgpu.ACC(WIDE_TILE, jnp.float32)
-
-    def clear_queries(self, ring: Ring, item: Scalar) -> None:
-        """Clears the rows outside of this consumer's tile of Q or dO, whose load has been waited for."""
-        b, _, q_start, _ = self.decode(item)
-        start = q_start + self.warpgroup * BLOCK
-        clear_outside(ring, self.warpgroup, self.operands.arrays, QUERIES, b, start)
 
     def current_item(self) -> jax.Array:
         """The work item of the CTA."""
@@ -237,7 +230,6 @@ def complete_delta(ctx: WideQueryContext, item: Scalar) -> None:
     """Computes −delta of a consumer's rows, and stores it."""
     rings = ctx.rings
     rings.d_out.load_from_shared(ctx.warpgroup)
-    ctx.clear_queries(rings.d_out, item)
     # Both consumers pass both stages of O, because each has to release every stage; it reads only its own.
     for i in range(CONSUMERS):
         rings.out.load_from_shared(i)
@@ -275,7 +267,6 @@ class DqWarpgroup:
         """Sums dQ over all steps; returns it without the scale."""
         may_mask, k_ring = self.ctx.schedule.may_mask, self.ctx.rings.k
         self.ctx.rings.q.load_from_shared(self.ctx.warpgroup)
-        self.ctx.clear_queries(self.ctx.rings.q, self.item)
         if not self.ctx.overlaps:
             lax.fori_loop(0, steps.total, lambda step, _: self.one_step(dq, step, self.needs_mask(step)), None)
             return dq[...]
@@ -334,9 +325,8 @@ class DqWarpgroup:
         """
         # −delta is added by the MMA, not behind it.
         dp[...] = self.load_minus_delta(step)
-        # Steps that overlap are not masked, so that nothing of their keys is outside.
-        self.issue_s(step, s, False)
-        self.issue_dp(step, dp, False)
+        self.issue_s(step, s)
+        self.issue_dp(step, dp)
         if issue_dq is not None:
             issue_dq()
         # S first, then dP: P is computed while the MMAs for dP and dQ are in flight.
@@ -351,14 +341,14 @@ class DqWarpgroup:
         options = self.ctx.options
 
         def first(s: Ref) -> jax.Array:
-            self.issue_s(step, s, masked)
+            self.issue_s(step, s)
             bits = draw_kept(options, self.ctx.operands.arrays, self.coord(step))
             return self.compute_p(s[...], bits, step, masked)
 
         def second(dp: Ref) -> jax.Array:
             if not options.dropout_prob:
                 dp[...] = self.load_minus_delta(step)
-            self.issue_dp(step, dp, masked)
+            self.issue_dp(step, dp)
             dp_tile = dp[...]
             self.ctx.rings.v.release(step)
             return dp_tile
@@ -367,31 +357,22 @@ class DqWarpgroup:
         dp = pl.run_scoped(second, self.ctx.s_accumulator)
         return ds_tile(p, dp, self.load_minus_delta(step) if options.dropout_prob else None, options)
 
-    def issue_s(self, step: Scalar, s: Ref, masked: Condition) -> None:
-        """Issues the MMA S = QKᵀ; of a masked step with no other MMA in flight."""
+    def issue_s(self, step: Scalar, s: Ref) -> None:
+        """Issues the MMA S = QKᵀ."""
         ctx, rings = self.ctx, self.ctx.rings
         start = initial_scores(ctx.options, ctx.operands.arrays, functools.partial(self.coord, step))
         if start is not None:
             s[...] = start
         rings.k.load_from_shared(step)
-        self.clear_keys(rings.k, step, masked)
         q = rings.q.smem.at[self.ctx.warpgroup + opaque_zero(step + self.item)]
         mma(s, q, rings.k.get_mma_tile(step, transposed=True))
 
-    def issue_dp(self, step: Scalar, dp: Ref, masked: Condition) -> None:
-        """Issues the MMA dP += dO·Vᵀ; of a masked step with no other MMA in flight."""
+    def issue_dp(self, step: Scalar, dp: Ref) -> None:
+        """Issues the MMA dP += dO·Vᵀ."""
         rings = self.ctx.rings
         rings.v.load_from_shared(step)
-        self.clear_keys(rings.v, step, masked)
         d_out = rings.d_out.smem.at[self.ctx.warpgroup + opaque_zero(step + self.item)]
         mma(dp, d_out, rings.v.get_mma_tile(step, transposed=True))
-
-    def clear_keys(self, ring: Ring, step: Scalar, masked: Condition) -> None:
-        """Clears the rows outside of K or V of a step, whose load has been waited for."""
-        arrays = self.ctx.operands.arrays
-        if arrays.inside is not None:
-            b, _, _, steps = self.ctx.decode(item_in_step(self.item, step))
-            clear_outside(ring, step, arrays, KEYS, b, steps.tile(step) * BLOCK, masked)
 
     def issue_dq(self, step: Scalar, ds: jax.Array, dq: Ref) -> None:
         """Issues the MMA dQ += dS·K."""
