@@ -60,7 +60,9 @@ def merged(
         if old is not None and is_same(old.seconds, seconds):
             seconds = old.seconds
         tests[test] = Recorded(old.suite if old else SUITES[-1], seconds)
-    found = {element: [test for test in known if test not in measured] for element, known in reached.items()}
+    # Some that were recorded may be gone.
+    kept = tests.keys() - measured.keys()
+    found = {element: [test for test in known if test in kept] for element, known in reached.items()}
     for test, line in measured.items():
         for element in () if line["skipped"] else line["reached"]:
             found.setdefault(element, []).append(test)

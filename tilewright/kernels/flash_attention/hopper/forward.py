@@ -455,8 +455,7 @@ def store_item(
       out: O after the last step, ``[64, value_dim]``.
       out_smem: ``[block_q, value_dim]``, from which out is stored.
     """
-    call, scratch = ctx.call, ctx.scratch
-    work = ctx.decode(item)
+    call, scratch, work = ctx.call, ctx.scratch, ctx.decode(item)
     q_rows = pl.ds(ctx.q_start(work), ROWS)
     m, row_sum = without_hidden_rows(call.options, m, row_sum)
     alpha: jax.Array | None = None
