@@ -75,7 +75,7 @@ $(STAMP): pyproject.toml .python-version
 
 quick: $(STAMP)
 	@$(MAKE) lint
-	@$(MAKE) types
+	@$(PYTHON) -m mypy
 	@$(MAKE) unit SUITE=quick
 
 test: install
