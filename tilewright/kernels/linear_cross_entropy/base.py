@@ -4,7 +4,6 @@ A loss defines ``prepare``, ``cases``, its oracle, and the calls of its parts if
 """
 
 import abc
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -15,8 +14,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.linear_cross_entropy.inputs import LossResults, VocabularyInputs
-from tilewright.kernels.linear_cross_entropy.losses import of_sums, reduced, token_weights_gradient
+from tilewright.kernels.linear_cross_entropy.losses import of_sums, reduced
 from tilewright.kernels.linear_cross_entropy.shards import (
+    OfParts,
     loss_partitioning,
     of_all_devices,
 )
@@ -80,12 +80,12 @@ class VocabularyLoss[Inputs: VocabularyInputs](PortfolioKernel[Inputs, LossResul
         rows = {name: of_all_devices(inputs.arrays[name], axis_name) for name, _ in inputs.heads}
         part = self.part(inputs, axis_name).replace(is_part=True, **rows)
         # The loss from here on is JAX's to differentiate: its transposes of the gather fit both kinds of shard_map.
-        statistics, loss = self._merged(inputs, self(part, cfg=cfg), axis_name)
+        statistics, loss = self.merged_loss(inputs, self(part, cfg=cfg), axis_name)
         if inputs.reduction != "none":
             loss = reduced(inputs, loss.sum(), inputs.weights().sum())
         return (loss, statistics[0]) if inputs.return_lse else loss
 
-    def _merged(self, inputs: Inputs, statistics: Sequence[Any], axis_name: AxisName) -> tuple[Any, jax.Array]:
+    def merged_loss(self, inputs: Inputs, statistics: Sequence[Any], axis_name: AxisName) -> tuple[Any, jax.Array]:
         """The statistics of the whole vocabulary from those of its parts, and the weighted loss of each token."""
         vocab = inputs.vocab * lax.axis_size(axis_name)
         merged = self.merged(inputs, gathered(jnp.stack(statistics), axis_name), vocab)
@@ -136,53 +136,6 @@ class VocabularyLoss[Inputs: VocabularyInputs](PortfolioKernel[Inputs, LossResul
     def min_cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """Nothing: no token may count."""
         return Cost(0.0, 0.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class OfParts:
-    """A loss over a vocabulary that the types of arrays split, or XLA does."""
-
-    op: VocabularyLoss[Any]
-
-    def results(self, run: Callable[[Any], LossResults], part: Any, axes: tuple[str, ...]) -> LossResults:
-        found = run(self._part(part, axes)).statistics
-        statistics, loss = self.op._merged(part, [x for x in found if x is not None], axes)
-        lse, second, third = (None if x is None else jnp.where(part.valid, x, 0) for x in statistics)
-        results = LossResults((lse, second, third))
-        if part.summary == "none":
-            return dataclasses.replace(results, total=loss)
-        # Gradients need the statistics of the whole vocabulary: the backward pass computes them, and reads no others.
-        declared = self.op.results(part)
-        d_x, d_weight, d_bias = (
-            None if x is None else jnp.zeros(x.shape, x.dtype)
-            for x in (declared.d_x, declared.d_weight, declared.d_bias)
-        )
-        return LossResults(results.statistics, loss.sum(), part.weights().sum(), d_x, d_weight, d_bias)
-
-    def kept_gradients(self, part: Any, results: LossResults, cotangents: LossResults) -> dict[str, Any]:
-        kept = {"x": results.d_x, "weight": results.d_weight, "bias": results.d_bias}
-        found = {name: x * cotangents.total for name, x in kept.items() if x is not None}
-        return found | {"token_weights": token_weights_gradient(part, results, cotangents)}
-
-    def gradients(
-        self,
-        run: Callable[..., dict[str, Any]],
-        part: Any,
-        results: LossResults,
-        cotangents: LossResults,
-        axes: tuple[str, ...],
-    ) -> dict[str, Any]:
-        vocab = part.vocab * lax.axis_size(axes)
-        of_statistics = self.op.statistics_cotangents(part, results, cotangents, vocab)
-        # A part's own kernels, with the log-sum-exp of the whole: their probabilities are those of the whole softmax.
-        whole = LossResults(results.statistics)
-        found = run(self._part(part, axes), whole, LossResults(of_statistics))
-        given = token_weights_gradient(part, results, cotangents, vocab)
-        return found if given is None else found | {"token_weights": given}
-
-    def _part(self, part: Any, axes: tuple[str, ...]) -> Any:
-        own = {"keeps_gradients": False} if hasattr(part, "keeps_gradients") else {}
-        return self.op.part(part, axes).replace(is_part=True, is_distributed=False, **own)
 
 
 def logits_of(

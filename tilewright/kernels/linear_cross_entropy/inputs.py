@@ -74,6 +74,11 @@ class VocabularyInputs(OpInputs, abc.ABC):
         return not self.is_part
 
     @property
+    def keeps_gradients(self) -> bool:
+        """True if the results have gradients of the sum of the losses."""
+        return False
+
+    @property
     def return_lse(self) -> bool:
         """True if lse of each token is returned, too."""
         return False

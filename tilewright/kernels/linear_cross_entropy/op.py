@@ -127,7 +127,9 @@ class LinearCrossEntropy(VocabularyLoss[LossInputs]):
 
     def part(self, inputs: LossInputs, axis_name: AxisName) -> LossInputs:
         labels = local_labels(inputs.labels, inputs.vocab, axis_name)
-        return inputs.replace(labels=labels, token_weights=None, reduction="mean", return_lse=False)
+        return inputs.replace(
+            labels=labels, token_weights=None, keeps_gradients=False, reduction="mean", return_lse=False
+        )
 
     def statistics_cotangents(
         self, inputs: LossInputs, results: LossResults, cotangents: LossResults, vocab: int

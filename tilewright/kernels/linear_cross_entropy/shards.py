@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from tilewright.kernels.linear_cross_entropy.inputs import IGNORED, LossResults, VocabularyInputs
+from tilewright.kernels.linear_cross_entropy.losses import token_weights_gradient
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op.sharding import (
     AxisName,
@@ -44,7 +45,7 @@ def _token_axes(inputs: VocabularyInputs, arrays: dict[str, Any]) -> tuple[Parti
     return PartitionSpec(*split if any(split) else ()), tuple(name for axes in split for name in axis_names(axes))
 
 
-def loss_partitioning(inputs: VocabularyInputs, of_vocabulary: "OfVocabulary") -> Partitioning | None:
+def loss_partitioning(inputs: VocabularyInputs, of_parts: "OfParts") -> Partitioning | None:
     """The partitioning that the types of the arrays imply; ``None`` without explicit axes.
 
     Over axes that split the tokens, too, a matrix is gathered, and its gradient is split again: such an axis gives each
@@ -61,7 +62,7 @@ def loss_partitioning(inputs: VocabularyInputs, of_vocabulary: "OfVocabulary") -
     vocab = _vocabulary_axes(inputs, arrays, names, mesh.shape)
     whole, by_class, scalar = PartitionSpec(), PartitionSpec(vocab or None), inputs.summary == "scalar"
     of_total = None if inputs.summary == "statistics" else whole if scalar else tokens
-    kept = scalar and getattr(inputs, "keeps_gradients", False)
+    kept = scalar and inputs.keeps_gradients
     # An array that the results lack has no spec.
     of_kept = (tokens, _matrix_spec(inputs, vocab), None if inputs.arrays.get("bias") is None else by_class)
 
@@ -91,12 +92,12 @@ def loss_partitioning(inputs: VocabularyInputs, of_vocabulary: "OfVocabulary") -
         return dataclasses.replace(results, **wide)
 
     def forward(run: Callable[[Any], LossResults], part: Any) -> LossResults:
-        return on_results(of_vocabulary.results(run, part, vocab))
+        return on_results(of_parts.results(run, part, vocab))
 
     def backward(run: Callable[..., Any], part: Any, results: LossResults, cotangents: LossResults) -> dict[str, Any]:
         if not vocab:
-            return of_vocabulary.kept_gradients(part, results, cotangents)
-        return of_vocabulary.gradients(run, part, results, cotangents, vocab)
+            return of_parts.kept_gradients(part, results, cotangents)
+        return of_parts.gradients(run, part, results, cotangents, vocab)
 
     return Partitioning(
         mesh=mesh,
@@ -117,14 +118,37 @@ def loss_partitioning(inputs: VocabularyInputs, of_vocabulary: "OfVocabulary") -
     )
 
 
-class OfVocabulary(Protocol):
-    """The loss of tokens from the devices' parts of the vocabulary, on each of them."""
+@dataclasses.dataclass(frozen=True)
+class OfParts:
+    """The loss of a device's tokens over a vocabulary that the types of arrays split, or XLA does.
+
+    Attributes:
+      op: the loss.
+    """
+
+    op: Any
 
     def results(self, run: Callable[[Any], LossResults], part: Any, axes: tuple[str, ...]) -> LossResults:
-        """The results of a device's tokens; ``run`` computes those of inputs whose vocabulary is a part."""
+        """The results; ``run`` computes those of inputs whose vocabulary is a part."""
+        found = run(self._part(part, axes)).statistics
+        statistics, loss = self.op.merged_loss(part, [x for x in found if x is not None], axes)
+        lse, second, third = (None if x is None else jnp.where(part.valid, x, 0) for x in statistics)
+        results = LossResults((lse, second, third))
+        if part.summary == "none":
+            return dataclasses.replace(results, total=loss)
+        # Gradients need the statistics of the whole vocabulary: the backward pass computes them, and reads no others.
+        declared = self.op.results(part)
+        d_x, d_weight, d_bias = (
+            None if x is None else jnp.zeros(x.shape, x.dtype)
+            for x in (declared.d_x, declared.d_weight, declared.d_bias)
+        )
+        return LossResults(results.statistics, loss.sum(), part.weights().sum(), d_x, d_weight, d_bias)
 
     def kept_gradients(self, part: Any, results: LossResults, cotangents: LossResults) -> dict[str, Any]:
         """The gradients from those that the forward pass kept of all tokens."""
+        kept = {"x": results.d_x, "weight": results.d_weight, "bias": results.d_bias}
+        found = {name: x * cotangents.total for name, x in kept.items() if x is not None}
+        return found | {"token_weights": token_weights_gradient(part, results, cotangents)}
 
     def gradients(
         self,
@@ -135,6 +159,16 @@ class OfVocabulary(Protocol):
         axes: tuple[str, ...],
     ) -> dict[str, Any]:
         """The gradients of a device's part; ``run`` computes them from cotangents of the statistics."""
+        vocab = part.vocab * lax.axis_size(axes)
+        of_statistics = self.op.statistics_cotangents(part, results, cotangents, vocab)
+        # A part's own kernels, with the log-sum-exp of the whole: their probabilities are those of the whole softmax.
+        whole = LossResults(results.statistics)
+        found = run(self._part(part, axes), whole, LossResults(of_statistics))
+        given = token_weights_gradient(part, results, cotangents, vocab)
+        return found if given is None else found | {"token_weights": given}
+
+    def _part(self, part: Any, axes: tuple[str, ...]) -> Any:
+        return self.op.part(part, axes).replace(is_part=True, is_distributed=False)
 
 
 def _vocabulary_axes(

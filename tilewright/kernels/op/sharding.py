@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import ArrayLike
 
 from tilewright.kernels.op.inputs import OpInputs
+from tilewright.ops.kernel.arrays import axis_names as axis_names
 from tilewright.ops.kernel.arrays import explicit_sharding, first_sharding
 from tilewright.ops.utils.promotion import default_promotion
 
@@ -192,13 +193,6 @@ def check_manual(left: AxisType) -> None:
             f"the surrounding jax.shard_map must be manual over all axes of its mesh, and leaves {', '.join(names)} "
             f"{'to types' if left == AxisType.Explicit else 'to XLA'}; leave out axis_names, and name them in in_specs"
         )
-
-
-def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The entry of a ``PartitionSpec`` for one dimension (``None``, a name or several) as a tuple of names."""
-    if axes is None:
-        return ()
-    return axes if isinstance(axes, tuple) else (axes,)
 
 
 def forward_locally[Inputs, Results](

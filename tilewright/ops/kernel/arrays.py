@@ -182,6 +182,13 @@ def explicit_sharding(aval: object) -> jax.sharding.NamedSharding | None:
     return sharding
 
 
+def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The entry of a ``PartitionSpec`` for one dimension (``None``, a name or several) as a tuple of names."""
+    if axes is None:
+        return ()
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
 def result_like(
     operands: Sequence[jax.core.ShapedArray], shape: tuple[int, ...], dtype: Any, spec: PartitionSpec
 ) -> jax.core.ShapedArray:

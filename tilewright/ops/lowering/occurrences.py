@@ -1,5 +1,6 @@
 """The operations of a lowered program with the number of times that they run."""
 
+import collections
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,24 +8,39 @@ _CONSTANTS = ("stablehlo.constant", "sdy.constant")
 
 
 def walk(module: Any) -> Iterator[tuple[Any, int]]:
-    """The operations that a run of a program comes to, in its order, each with how often it does at this place.
+    """The operations that a run of a program comes to, each once, with how often it does.
 
     The steps of a loop count if their number is a constant, as of ``scan``; those of another loop count as one, and
     each branch of a condition as taken.
     """
     functions = {op.attributes["sym_name"].value: op for op in module.body.operations if "sym_name" in op.attributes}
-    return _walk(functions["main"].operation, 1, functions)
+    inside = dict[str, list[tuple[Any, int]]]()  # callees before those that call them, as functions cannot recur
+
+    def visit(name: str) -> None:
+        if name not in inside:
+            found = list(_inside(functions[name].operation, 1))
+            for operation, _ in found:
+                if operation.name == "func.call":
+                    visit(operation.attributes["callee"].value)
+            inside[name] = found
+
+    visit("main")
+    runs = collections.Counter({"main": 1})
+    for name, found in reversed(inside.items()):
+        for operation, times in found:
+            yield operation, times * runs[name]
+            if operation.name == "func.call":
+                runs[operation.attributes["callee"].value] += times * runs[name]
 
 
-def _walk(operation: Any, times: int, functions: dict[str, Any]) -> Iterator[tuple[Any, int]]:
+def _inside(operation: Any, times: int) -> Iterator[tuple[Any, int]]:
+    """The operations of one function."""
     for region in operation.regions:
         for block in region:
             for each in block.operations:
                 inner = each.operation
                 yield inner, times
-                steps = _steps(inner) if inner.name == "stablehlo.while" else 1
-                called = functions[inner.attributes["callee"].value] if inner.name == "func.call" else each
-                yield from _walk(called.operation, times * steps, functions)
+                yield from _inside(inner, times * (_steps(inner) if inner.name == "stablehlo.while" else 1))
 
 
 def _steps(loop: Any) -> int:

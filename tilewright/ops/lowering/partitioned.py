@@ -73,7 +73,7 @@ class Parts:
       function: the code of a device, of its parts of the operands, under the mesh's axes.
       split: for people: into how many parts each operand is split along each dimension.
       gathered: for people: the operands that were split more than that, and along which dimension.
-      idle: those of them that are gathered over mesh axes over which nothing of the call is split, so that devices
+      repeated: those of them that are gathered over mesh axes over which nothing of the call is split, so that devices
         repeat each other's work.
     """
 
@@ -82,7 +82,7 @@ class Parts:
     function: Callable[..., Sequence[Any]]
     split: str = ""
     gathered: tuple[str, ...] = ()
-    idle: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
 
 
 class Splittable(Protocol):
@@ -133,11 +133,10 @@ def emit(
       devices: those that will run the program, if they are known.
     """
     _register()
-    module = ctx.module_context
+    module: Any = ctx.module_context
     settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
-    pending = _Pending(
-        call, _device_count(module), tuple(ctx.platforms or module.platforms), tuple(devices or ()), settings
-    )
+    platforms = tuple(ctx.platforms or module.platforms)
+    pending = _Pending(call, module.axis_context.num_devices, platforms, tuple(devices or ()), settings)
     name = next(each for each in _numbered(name) if _PENDING.setdefault(each, pending) == pending)
     types = [jax_mlir.aval_to_ir_type(module, aval) for aval in ctx.avals_out]
     operation = hlo.CustomCallOp(
@@ -154,20 +153,17 @@ def emit(
     return list(operation.results)
 
 
-def _device_count(module: Any) -> int:
-    """The number of devices of the program that is being lowered."""
-    count: int = module.axis_context.num_devices
-    return count
-
-
-def pending(name: str) -> Any:
+def call_named(name: str) -> Splittable:
     """The call that was lowered under a name in this process."""
-    return _PENDING[name]
+    return _PENDING[name].call
 
 
-def part_shape(shape: Sequence[int], spec: PartitionSpec, mesh: AbstractMesh) -> tuple[int, ...]:
-    """The shape of a device's part of an array."""
-    return NamedSharding(mesh, spec).shard_shape(tuple(shape))
+def part_structs(call: Splittable, parts: Parts, mesh: AbstractMesh) -> list[jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of a device's parts of a call's operands."""
+    return [
+        jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
+        for x, spec in zip(call.operand_types, parts.operands, strict=True)
+    ]
 
 
 def _numbered(name: str) -> Iterator[str]:
@@ -240,13 +236,9 @@ def _partition(arg_shapes: Any, arg_shardings: Any, result_shape: Any, result_sh
         NamedSharding(mesh, spec)._to_xla_hlo_sharding(len(shape))
         for spec, shape in zip((*parts.operands, *parts.results), shapes, strict=True)
     ]
-    if parts.idle:
-        _warn(pending.call.described, parts.idle)
+    if parts.repeated:
+        _warn(pending.call.described, parts.repeated)
     operands, results = shardings[: len(arg_shapes)], shardings[len(arg_shapes) :]
-    structs = [
-        jax.ShapeDtypeStruct(part_shape(x.shape, spec, mesh), x.dtype)
-        for x, spec in zip(pending.call.operand_types, parts.operands, strict=True)
-    ]
     x64, precision = pending.settings
     devices = pending.devices or None
     with contextlib.ExitStack() as stack:
@@ -255,7 +247,7 @@ def _partition(arg_shapes: Any, arg_shardings: Any, result_shape: Any, result_sh
         stack.enter_context(default_promotion())
         stack.enter_context(run_by(lambda: devices))
         module = jax_mlir.build_mlir_module_helper(
-            jax.make_jaxpr(parts.function)(*structs),
+            jax.make_jaxpr(parts.function)(*part_structs(pending.call, parts, mesh)),
             name="part",
             platforms=pending.platforms,
             backend=None,
@@ -280,13 +272,13 @@ def on_device(mesh: AbstractMesh) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _warn(call: str, idle: tuple[str, ...]) -> None:
+def _warn(call: str, repeated: tuple[str, ...]) -> None:
     """Says once that devices do the same work, and what to do."""
     logger.warning(
         "%s: every device gathers %s and computes what the others do, since the call cannot be split there; place it "
         "another way before the call (jax.lax.with_sharding_constraint), or see tilewright.explain",
         call,
-        ", ".join(idle),
+        ", ".join(repeated),
     )
 
 

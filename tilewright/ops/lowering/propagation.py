@@ -35,7 +35,7 @@ class SplitPlace:
 
 
 def split_places(lowered: jax.stages.Lowered) -> list[SplitPlace]:
-    """The split calls of a program, in its order."""
+    """The split calls of a program."""
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context, ir.Location.unknown():
         copy = ir.Module.parse(jax_mlir.module_to_bytecode(module))
@@ -60,15 +60,13 @@ def _place(operation: Any, times: int, meshes: dict[str, Any], devices: int) -> 
     tilings = [_tiling(_sharding(value), meshes) for value in values]
     shapes = [tuple(value.type.shape) for value in values]
     mesh, specs = partitioned.decoded(tilings, [len(shape) for shape in shapes], devices)
-    call = partitioned.pending(name).call
+    call = partitioned.call_named(name)
     count = len(operation.operands)
     parts = call.parts(mesh, specs[:count], specs[count:])
-    structs = [
-        jax.ShapeDtypeStruct(partitioned.part_shape(aval.shape, spec, mesh), aval.dtype)
-        for aval, spec in zip(call.operand_types, parts.operands, strict=True)
-    ]
     with partitioned.on_device(mesh):
-        return SplitPlace(name, times, parts, tuple(found_calls(parts.function, structs)))
+        return SplitPlace(
+            name, times, parts, tuple(found_calls(parts.function, partitioned.part_structs(call, parts, mesh)))
+        )
 
 
 def _sharding(value: Any) -> Any:

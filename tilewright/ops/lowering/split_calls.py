@@ -15,7 +15,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from tilewright.ops.config.chooser import Selection
-from tilewright.ops.kernel.arrays import result_like
+from tilewright.ops.kernel.arrays import axis_names, result_like
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.splitting import AUTOMATIC, BIND_SPLIT, Dimensions, Splitting
 from tilewright.ops.lowering import partitioned
@@ -161,8 +161,8 @@ class BoundCall:
                     raise
                 axes.pop(left)
             else:
-                gathered, idle = self._gathers(operands, parts.operands, axes)
-                return dataclasses.replace(parts, gathered=gathered, idle=idle)
+                gathered, repeated = self._gathers(operands, parts.operands, axes)
+                return dataclasses.replace(parts, gathered=gathered, repeated=repeated)
 
     def _parts(self, mesh: AbstractMesh, axes: Mapping[str, tuple[str, ...]]) -> Parts:
         """The split by given axes.
@@ -189,15 +189,15 @@ class BoundCall:
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The operands that are gathered, and of these the ones over axes that split nothing."""
         used = {name for names in axes.values() for name in names}
-        gathered, idle = [], []
+        gathered, repeated = [], []
         for name, before, after in zip(self.call.names(self.elements), proposed, found, strict=True):
             for axis, (had, has) in enumerate(itertools.zip_longest(before, after)):
-                lost = set(_names(had)) - set(_names(has))
+                lost = set(axis_names(had)) - set(axis_names(has))
                 if lost:
                     gathered.append(f"{name or 'a result or cotangent'} along dimension {axis}")
                     if not lost <= used:
-                        idle.append(gathered[-1])
-        return tuple(gathered), tuple(idle)
+                        repeated.append(gathered[-1])
+        return tuple(gathered), tuple(repeated)
 
 
 def _mapped_name(depth: int) -> str:
@@ -208,13 +208,9 @@ def _is_mapped(factor: str) -> bool:
     return factor.startswith("mapped")
 
 
-def _names(entry: Any) -> tuple[str, ...]:
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-
-
 def _counts(spec: PartitionSpec, mesh: AbstractMesh) -> list[int]:
     """The number of parts along each dimension that a spec names."""
-    return [math.prod(mesh.shape[name] for name in _names(entry)) for entry in spec]
+    return [math.prod(mesh.shape[name] for name in axis_names(entry)) for entry in spec]
 
 
 def _axes_of_factors(arrays: Sequence[tuple[Dimensions, PartitionSpec]]) -> dict[str, tuple[str, ...]]:
@@ -223,7 +219,7 @@ def _axes_of_factors(arrays: Sequence[tuple[Dimensions, PartitionSpec]]) -> dict
     used: set[str] = set()
     for dimensions, spec in arrays:
         for factor, axes in itertools.zip_longest(dimensions, spec):
-            names = tuple(itertools.takewhile(lambda name: name not in used, _names(axes)))
+            names = tuple(itertools.takewhile(lambda name: name not in used, axis_names(axes)))
             if factor is not None and factor not in found and names:
                 found[factor] = names
                 used.update(names)

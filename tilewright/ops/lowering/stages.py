@@ -65,10 +65,14 @@ def _forward_stage(stage: Stage, cfg: object, device: Device, *arrays: jax.Array
     return forward(*args, cfg=cfg, **kwargs)
 
 
-def _backward_stage(stage: Stage, cfg: object, device: Device, *operands: jax.Array) -> list[Any]:
+def _of_backward(stage: Stage, operands: Sequence[jax.Array]) -> tuple[Any, Any]:
+    """``(args, kwargs)`` and ``(residuals, cotangents)``."""
     arrays, rest = operands[: stage.num_arrays], operands[stage.num_arrays :]
-    args, kwargs = stage.structure.join(arrays)
-    residuals, cotangents = stage.extra.join(rest) if stage.extra is not None else ((), ())
+    return stage.structure.join(arrays), ((), ()) if stage.extra is None else stage.extra.join(rest)
+
+
+def _backward_stage(stage: Stage, cfg: object, device: Device, *operands: jax.Array) -> list[Any]:
+    (args, kwargs), (residuals, cotangents) = _of_backward(stage, operands)
     backward = backward_hook(stage.kernel)
     needs = {"wanted": wanted_names(stage.kernel, args, kwargs, stage.wanted)} if _takes_wanted(backward) else {}
     gradients = backward(residuals, cotangents, *args, cfg=cfg, **needs, **kwargs)
@@ -88,9 +92,7 @@ def _results_stage(stage: Stage, cfg: object, device: Device, *arrays: jax.Array
 
 
 def _gradients_stage(stage: Stage, cfg: object, device: Device, *operands: jax.Array) -> Any:
-    arrays, rest = operands[: stage.num_arrays], operands[stage.num_arrays :]
-    args, kwargs = stage.structure.join(arrays)
-    residuals, cotangents = stage.extra.join(rest) if stage.extra is not None else ((), ())
+    (args, kwargs), (residuals, cotangents) = _of_backward(stage, operands)
     gradients = stage.kernel.part_gradients
     assert gradients is not None  # otherwise the call has no such stage
     return gradients(residuals, cotangents, *args, cfg=cfg, **kwargs)
