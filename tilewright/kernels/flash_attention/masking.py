@@ -295,6 +295,8 @@ def inside_ranges(mask: Mask | None, q_length: int, kv_length: int) -> Any:
 
     A range without an element is ``(0, 0)``; a side on which nothing can lie outside has its whole length.
     """
+    if not may_lie_outside(mask):
+        return None
     found = []
     for inside, length in zip(inside_rows(mask, q_length, kv_length), (q_length, kv_length), strict=True):
         if inside is None:
@@ -303,8 +305,6 @@ def inside_ranges(mask: Mask | None, q_length: int, kv_length: int) -> Any:
         first, behind = jnp.argmax(inside, axis=1), length - jnp.argmax(inside[:, ::-1], axis=1)
         ends = jnp.stack([first, behind], axis=1).astype(jnp.int32)
         found.append(jnp.where(inside.any(axis=1, keepdims=True), ends, 0))
-    if not may_lie_outside(mask):
-        return None
     batch = max(part.shape[0] for part in found)
     return jnp.concatenate([jnp.broadcast_to(part, (batch, 2)) for part in found], axis=1)
 
