@@ -12,6 +12,8 @@ from tilewright.errors import TargetDeviceError as TargetDeviceError
 from tilewright.errors import UnsupportedError as UnsupportedError
 
 if TYPE_CHECKING:
+    from jax import checkpoint_policies as checkpoint_policies
+
     from tilewright import modules as modules
     from tilewright import ops as ops
     from tilewright.modules import context_parallel_attention as context_parallel_attention
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 _install_former_paths()
 
 _HOMES = {
+    "checkpoint_policies": "jax",  # which count calls of this package as matmuls
     "context_parallel_attention": "tilewright.modules",
     "explain": "tilewright.ops",
     "target_device": "tilewright.ops",

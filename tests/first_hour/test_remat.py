@@ -1,4 +1,4 @@
-"""Rematerialisation: a policy that names the call's results saves its forward pass, and each byte once."""
+"""Rematerialisation: JAX's policies keep of a call what they keep of the matmul it stands for, and each byte once."""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,18 @@ from jax._src.ad_checkpoint import saved_residuals  # what jax.ad_checkpoint.pri
 from jax.extend.core import jaxpr_as_fun
 
 from tests.support.draws import draw
-from tilewright.modules import flash_attention
+from tilewright.modules import (
+    flash_attention,
+    gated_grouped_matmul,
+    glu,
+    grouped_matmul,
+    layer_norm,
+    linear_cross_entropy,
+    matmul,
+    rms_norm,
+)
 
+POLICIES = jax.checkpoint_policies
 X = draw(2, 32, 4, 16)
 W = draw(16, 16, seed=1) / 4
 NAMES = jax.checkpoint_policies.save_only_these_names("flash_attention_out", "flash_attention_residuals")
@@ -27,9 +37,14 @@ def loss(block, x, w):
 def forward_calls(block):
     """How often the program of a training step runs the forward pass, and its floating-point operations."""
     step = jax.value_and_grad(lambda x, w: loss(block, x, w), argnums=(0, 1))
-    text = str(jax.make_jaxpr(step)(X, W))
     flops = jax.jit(step).lower(X, W).compile().cost_analysis()["flops"]
-    return text.count("stage='forward'") + text.count("stage='run'"), flops
+    return runs(jax.make_jaxpr(step)(X, W), "flash_attention"), flops
+
+
+def runs(jaxpr, op):
+    """How often a program runs the forward pass of an op, in words of its jaxpr."""
+    text = str(jaxpr)
+    return text.count(f"call={op}.forward") + text.count(f"call={op}.run")
 
 
 def test_a_policy_by_name_saves_one_forward_pass_a_layer():
@@ -101,6 +116,151 @@ def test_a_scan_over_layers_keeps_them_for_every_layer():
     wanted = jax.grad(run(lambda f: f))(layers)
     got = jax.jit(jax.grad(run(lambda f: jax.checkpoint(f, policy=NAMES))))
     np.testing.assert_allclose(got(layers), wanted, rtol=1e-4, atol=1e-5)
-    text = str(got.trace(layers).jaxpr)
-    assert text.count("stage='forward'") + text.count("stage='run'") == 1
+    assert runs(got.trace(layers).jaxpr, "flash_attention") == 1
     assert jaxpr_as_fun(got.trace(layers).jaxpr)(layers)[0].shape == layers.shape
+
+
+TOKENS, WIDTH, HIDDEN = draw(64, 32), draw(32, 32, seed=2) / 6, draw(32, 96, seed=3) / 6
+SIZES, EXPERTS = jnp.asarray([40, 24], jnp.int32), draw(2, 32, 96, seed=4) / 6
+LABELS = jnp.arange(64) % 96
+OF_TOKENS, OF_HIDDEN = TOKENS.nbytes, 64 * 96 * 4
+# For each op a call, and the bytes of the results of its matmuls: without batch dimensions, and of all.
+OPS = {
+    "matmul": (lambda x: matmul(x, HIDDEN), OF_HIDDEN, OF_HIDDEN),
+    "glu": (lambda x: glu(x, HIDDEN, 2 * HIDDEN), 2 * OF_HIDDEN, 2 * OF_HIDDEN),
+    "grouped_matmul": (lambda x: grouped_matmul(x, EXPERTS, SIZES), OF_HIDDEN, OF_HIDDEN),
+    "gated_grouped_matmul": (
+        lambda x: gated_grouped_matmul(x, EXPERTS, 2 * EXPERTS, SIZES), 2 * OF_HIDDEN, 2 * OF_HIDDEN,
+    ),
+    "flash_attention": (lambda x: attention(x), 0, OF_TOKENS + 2 * 64 * 4),
+    "rms_norm": (lambda x: rms_norm(x, WIDTH[0]), 0, 0),
+    "layer_norm": (lambda x: layer_norm(x, WIDTH[0], WIDTH[1]), 0, 0),
+}  # fmt: skip
+
+
+def attention(x):
+    heads = x.reshape(1, 64, 2, 16)
+    return flash_attention(heads, heads, heads, causal=True)
+
+
+def kept_bytes(function, *arguments):
+    """The bytes that a checkpointed function keeps, beside its arguments and constants."""
+    kept = saved_residuals(function, *arguments)
+    return sum(aval.size * aval.dtype.itemsize for aval, source in kept if "output of" in source)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_jaxs_policies_keep_of_every_op_what_its_matmuls_return(op):
+    function, of_dots, of_all_dots = OPS[op]
+
+    def layer(x):
+        return jnp.sin(function(x))
+
+    wanted = jax.grad(lambda x: layer(x).sum())(TOKENS)
+    plain = runs(jax.make_jaxpr(jax.grad(lambda x: layer(x).sum()))(TOKENS), op)
+    for policy, kept in (
+        (None, 0),
+        (POLICIES.nothing_saveable, 0),
+        (POLICIES.dots_with_no_batch_dims_saveable, of_dots),
+        (POLICIES.dots_saveable, of_all_dots),
+    ):
+        checkpointed = jax.checkpoint(layer, policy=policy)
+        assert kept_bytes(checkpointed, TOKENS) == kept
+        gradient = jax.grad(lambda x, f=checkpointed: f(x).sum())
+        np.testing.assert_allclose(gradient(TOKENS), wanted, rtol=1e-5, atol=1e-6)
+        again = runs(jax.make_jaxpr(gradient)(TOKENS), op) - plain
+        assert again == (0 if kept else 1), policy
+
+
+def mlp(x, gate, up, down):
+    return jnp.tanh(matmul(glu(x, gate, up), down))
+
+
+def plain_mlp(x, gate, up, down):
+    return jnp.tanh((jax.nn.silu(x @ gate) * (x @ up)) @ down)
+
+
+@pytest.mark.parametrize("policy", [POLICIES.dots_with_no_batch_dims_saveable, POLICIES.nothing_saveable, None])
+def test_a_scanned_mlp_has_the_matmuls_of_the_plain_one_and_no_more_memory(policy):
+    layers = tuple(jnp.stack([each] * 4) for each in (HIDDEN, 2 * HIDDEN, HIDDEN.T))
+
+    def step(layer):
+        body = layer if policy is None else jax.checkpoint(layer, policy=policy)
+        net = lambda x, layers: jax.lax.scan(lambda x, each: (body(x, *each), None), x, layers)[0].sum()
+        return jax.jit(jax.grad(net, (0, 1))).lower(TOKENS, layers).compile()
+
+    ours, plain = step(mlp), step(plain_mlp)
+    assert ours.as_text().count(" dot(") == plain.as_text().count(" dot(")
+    assert ours.memory_analysis().temp_size_in_bytes <= plain.memory_analysis().temp_size_in_bytes
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours(TOKENS, layers), plain(TOKENS, layers)
+    )
+
+
+def test_under_vmap_a_matmul_has_batch_dimensions_where_jaxs_has():
+    def kept(axes, policy):
+        layer = jax.checkpoint(jax.vmap(lambda x, w: jnp.sin(matmul(x, w)), in_axes=axes), policy=policy)
+        x, w = (jnp.stack([each] * 3) if axis == 0 else each for each, axis in zip((TOKENS, HIDDEN), axes, strict=True))
+        return kept_bytes(layer, x, w)
+
+    assert kept((0, None), POLICIES.dots_with_no_batch_dims_saveable) == 3 * OF_HIDDEN
+    assert kept((0, 0), POLICIES.dots_with_no_batch_dims_saveable) == 0
+    assert kept((0, 0), POLICIES.dots_saveable) == 3 * OF_HIDDEN
+
+
+def test_outputs_are_derived_from_pre_activations_under_vmap():
+    gradient = lambda f: jax.grad(lambda x, g: f(x, g, 2 * g, g.T).sum(), (0, 1))
+    checkpointed = jax.checkpoint(mlp, policy=POLICIES.dots_saveable)
+    inside = jax.vmap(checkpointed, in_axes=(0, None, None, None))
+    outside = jax.vmap(gradient(checkpointed), in_axes=(0, None))
+    x = jnp.stack([TOKENS, 2 * TOKENS])
+    wanted = jax.vmap(gradient(plain_mlp), in_axes=(0, None))(x, HIDDEN)
+    for got in (outside(x, HIDDEN), (gradient(inside)(x, HIDDEN)[0], outside(x, HIDDEN)[1])):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, wanted)
+
+
+def test_policies_that_offload_move_pre_activations_to_the_host():
+    offload = POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")
+    named = POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=["matmul_out"], names_which_can_be_offloaded=["glu_residuals"],
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+    arguments = (TOKENS, HIDDEN, 2 * HIDDEN, HIDDEN.T)
+    wanted = jax.grad(lambda *xs: plain_mlp(*xs).sum(), (0, 1, 2, 3))(*arguments)
+    for policy, moved in ((offload, 3), (named, 2)):
+        checkpointed = jax.checkpoint(mlp, policy=policy)
+        spaces = [aval.memory_space for aval, source in saved_residuals(checkpointed, *arguments) if "output" in source]
+        assert (len(spaces), sum(space == jax.memory.Space.Host for space in spaces)) == (3, moved)
+        gradient = jax.grad(lambda *xs, f=checkpointed: f(*xs).sum(), (0, 1, 2, 3))
+        assert runs(jax.make_jaxpr(gradient)(*arguments), "glu") == 1
+        got = jax.jit(gradient)(*arguments)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, wanted)
+
+
+def test_a_loss_inside_a_checkpoint_runs_once_where_its_logits_would_be_kept():
+    loss = lambda x: linear_cross_entropy(x, HIDDEN, LABELS)
+    wanted = jax.grad(loss)(TOKENS)
+    for policy, count in ((POLICIES.dots_with_no_batch_dims_saveable, 1), (POLICIES.nothing_saveable, 2)):
+        gradient = jax.grad(jax.checkpoint(loss, policy=policy))
+        assert runs(jax.make_jaxpr(gradient)(TOKENS), "linear_cross_entropy") == count
+        np.testing.assert_allclose(gradient(TOKENS), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_kept_is_said_with_the_line_of_the_caller(capsys):
+    jax.ad_checkpoint.print_saved_residuals(
+        jax.checkpoint(mlp, policy=POLICIES.dots_saveable), TOKENS, HIDDEN, HIDDEN, HIDDEN.T
+    )
+    said = [line for line in capsys.readouterr().out.splitlines() if "output of" in line]
+    assert len(said) == 3
+    assert all("test_remat.py" in line and "(mlp)" in line for line in said)
+    assert [("glu" in line, "matmul" in line) for line in said] == [(True, False), (True, False), (False, True)]
+
+
+def test_second_derivatives_pass_through_what_is_kept():
+    checkpointed = jax.checkpoint(mlp, policy=POLICIES.dots_saveable)
+
+    def along(f):
+        gradient = jax.grad(lambda x: f(x, HIDDEN, 2 * HIDDEN, HIDDEN.T).sum())
+        return jax.jvp(gradient, (TOKENS,), (jnp.ones_like(TOKENS),))[1]
+
+    np.testing.assert_allclose(along(checkpointed), along(plain_mlp), rtol=1e-4, atol=1e-5)

@@ -45,7 +45,7 @@ from tilewright.kernels.op.roofline import Cost
 from tilewright.kernels.op.sharding import Partitioning
 from tilewright.kernels.op.signatures import WITH_LSE, results
 from tilewright.ops.kernel.kernel import Invocation
-from tilewright.ops.kernel.parts import OraclePart
+from tilewright.ops.kernel.parts import OraclePart, Product
 from tilewright.ops.utils.stable_ids import stable_id
 
 type Output = Float[Array, "*batch q_length heads value_dim"]
@@ -185,6 +185,14 @@ class FlashAttention(PortfolioKernel[AttentionInputs, Results]):
         out = (batch, q_length, heads, inputs.value.shape[3])
         lse = jax.ShapeDtypeStruct((batch, heads, q_length), accumulation_dtype(inputs.query.dtype))
         return jax.ShapeDtypeStruct(out, inputs.query.dtype), lse
+
+    def product(self, inputs: AttentionInputs) -> Product:
+        """Probabilities times values, of every head."""
+        batch, heads, q_length, kv_length = inputs.score_shape
+        probabilities = jax.ShapeDtypeStruct((batch, heads, q_length, kv_length), inputs.dtype)
+        values = jax.ShapeDtypeStruct((batch, heads, kv_length, inputs.value_dim), inputs.value.dtype)
+        sources = (("query", "key"), ("value",))
+        return Product(probabilities, values, ((3,), (2,)), ((0, 1), (0, 1)), sources)
 
     def argument_gradients(self, inputs: AttentionInputs, gradients: dict[str, Any]) -> dict[str, Any]:
         """The gradients with that of a bias of positions in the structure of its field."""

@@ -24,7 +24,9 @@ from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.roofline import Cost
 from tilewright.kernels.op.sharding import AxisName, Partitioning, devices_along, gathered
+from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.kernel.parts import Product
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.promotion import default_promotion
 
@@ -112,6 +114,13 @@ class VocabularyLoss[Inputs: VocabularyInputs](PortfolioKernel[Inputs, LossResul
             return LossResults((first, second, third[0] if third else None))
         of_loss, *of_lse = cotangents
         return LossResults((of_lse[0] if of_lse else None, None, None), *of_sums(inputs, residuals, of_loss))
+
+    def product(self, inputs: Inputs) -> Product:
+        """Rows times the matrix of the head with gradients: the logits, which a plain loss would have in memory."""
+        (x, matrix), (x_name, name) = inputs.head_arrays[0], inputs.heads[0]
+        rows = jax.ShapeDtypeStruct((inputs.tokens, x.shape[-1]), x.dtype)
+        first = 1 if inputs.vocab_first else 0
+        return Product(rows, struct_like(matrix), ((1,), (first,)), sources=((x_name,), (name,)))
 
     def partitioning(self, inputs: Inputs) -> Partitioning | None:
         """Splits by tokens and by vocabulary, as in the types of the arrays."""

@@ -12,12 +12,15 @@ from tilewright.kernels.matmul.cases import group_offset_of, group_sizes
 from tilewright.kernels.matmul.inputs import MatmulInputs, MatmulResults
 from tilewright.kernels.matmul.partitioning import matmul_partitioning
 from tilewright.kernels.matmul.reference import matmul_reference
+from tilewright.kernels.numerics.activations import gated
 from tilewright.kernels.op.cases import generator_of
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.roofline import Cost, array_bytes
 from tilewright.kernels.op.sharding import Partitioning
+from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.kernel.kernel import Invocation
+from tilewright.ops.kernel.parts import Product
 
 
 class MatmulKernel(PortfolioKernel[MatmulInputs, MatmulResults], abc.ABC):
@@ -46,6 +49,19 @@ class MatmulKernel(PortfolioKernel[MatmulInputs, MatmulResults], abc.ABC):
     def cotangents(self, inputs: MatmulInputs, residuals: Any, cotangents: tuple[Any, ...]) -> Any:
         """Only the cotangents of the result."""
         return cotangents[0]
+
+    def outputs_of_residuals(self, residuals: Any, inputs: MatmulInputs) -> Any:
+        """The gated activation of the pre-activations as they are kept, which are rounded."""
+        wide = jnp.promote_types(jnp.float32, inputs.out_dtype)
+        gate, up = (x.astype(wide) for x in residuals)
+        return gated(cast(str, inputs.activation), gate, up).astype(inputs.out_dtype)
+
+    def product(self, inputs: MatmulInputs) -> Product:
+        """Rows times a matrix, with groups too."""
+        lhs_k, rhs_k = inputs.k_axes
+        matrix = jax.ShapeDtypeStruct(inputs.rhs.shape[-2:], inputs.rhs.dtype)
+        sources = (("lhs",), tuple(inputs.weights))
+        return Product(struct_like(inputs.lhs), matrix, ((lhs_k,), (rhs_k,)), sources=sources)
 
     def partitioning(self, inputs: MatmulInputs) -> Partitioning | None:
         """Splits by rows, k, n and matrices, as in the types of the operands."""

@@ -15,7 +15,7 @@ from tilewright.ops.kernel.arrays import abstract, is_symbolic, random_array
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.kernel.candidates import Candidate
 from tilewright.ops.kernel.names import claim
-from tilewright.ops.kernel.parts import Arguments, OraclePart
+from tilewright.ops.kernel.parts import Arguments, OraclePart, Product
 from tilewright.ops.types import Cfg, Device, Direction, MappedAxis, Out
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.fingerprint import source_fingerprint
@@ -59,6 +59,8 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
       keyword parameter ``wanted``, it gets the names of the arguments whose gradients are used; others may be None.
     - ``part_results(*args, cfg, **kwargs)`` and ``part_gradients(residuals, cotangents, *args, cfg, **kwargs)``: what a
       device computes of its part of a call that is split over automatic mesh axes; see ``automatic_cfg``.
+    - ``outputs_of_residuals(residuals, *args, **kwargs)``: the outputs, if they are elementwise in the residuals; the
+      arrays of the call are abstract. ``jax.checkpoint`` then keeps only these.
     - ``reference(*args, **kwargs)``: a plain ``jax.numpy`` oracle; tuning checks every candidate against it.
 
     ``cotangents`` is a tuple with one entry per output. Gradients are returned as a tuple with one entry per positional
@@ -86,6 +88,7 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
     reference: Callable[..., Any] | None = None
     forward_with_residuals: Callable[..., tuple[Any, Any]] | None = None
     backward: Callable[..., Any] | None = None
+    outputs_of_residuals: Callable[..., Any] | None = None
     part_results: Callable[..., Any] | None = None
     part_gradients: Callable[..., Any] | None = None
     custom_vjp: Callable[..., Any] | None = None
@@ -286,7 +289,14 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """
         return ()
 
-    # Limits of differentiation.
+    # Differentiation.
+
+    def product(self, *args: Any, **kwargs: Any) -> Product | None:
+        """The matmul whose results a policy of ``jax.checkpoint`` shall take the outputs and residuals for, if any.
+
+        Its arguments are the prepared ones, with abstract arrays.
+        """
+        return None
 
     def no_gradient(self) -> str:
         """The reason why calls cannot be differentiated; empty if they can."""

@@ -66,7 +66,7 @@ class Selector:
         return None if self.cfg is None else self.cfg.value
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Call:
     """One stage of a call of a kernel, without its arrays.
 
@@ -86,6 +86,10 @@ class Call:
     extra: Structure | None = None
     wanted: tuple[bool, ...] = ()
     returned: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        # JAX prints it in jaxprs.
+        return f"{self.kernel.name}.{self.stage}"
 
     @property
     def direction(self) -> Direction:

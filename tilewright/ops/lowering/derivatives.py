@@ -24,15 +24,17 @@ from tilewright.ops.lowering.call import (
     batching_rule,
     call_p,
     decide,
+    element_of,
     known_results,
     labelled_as,
     named,
     types_config,
 )
-from tilewright.ops.lowering.gradients import with_manual_axes
+from tilewright.ops.lowering.checkpoints import Derivation, Kept, keep
+from tilewright.ops.lowering.gradients import array_labels, with_manual_axes
 from tilewright.ops.lowering.mlir_modules import Value
 from tilewright.ops.lowering.programs import MAX_PROGRAMS
-from tilewright.ops.lowering.stages import CHOOSING, map_axes
+from tilewright.ops.lowering.stages import CHOOSING, Results, map_axes
 from tilewright.ops.lowering.surroundings import traced_devices
 from tilewright.ops.types import Device, MappedAxis
 from tilewright.ops.utils.device import current_device, devices_for_platforms
@@ -92,7 +94,7 @@ def _jvp_along(function: Callable[..., Any], primals: Sequence[Any], tangents: S
     return jax.jvp(along, tuple(primals[i] for i in differentiated), tuple(tangents[i] for i in differentiated))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Linearised:
     """The derivative of a call, without its arrays.
 
@@ -111,6 +113,9 @@ class Linearised:
     residuals_tree: jax.tree_util.PyTreeDef
     differentiated: tuple[bool, ...]
     inexact: tuple[bool, ...]
+
+    def __repr__(self) -> str:
+        return f"{self.call.kernel.name}.tangents"
 
     @property
     def num_primal_operands(self) -> int:
@@ -162,13 +167,34 @@ def _forward(
     sources = known.sources
     returned = tuple(sorted({index for index, _ in sources}))
     step = dataclasses.replace(forward_call, returned=returned)
-    outputs = {index for index, _ in sources[: out.num_leaves]}
-    results = {
-        index: named(x, f"{name}_{'out' if index in outputs else 'residuals'}")
-        for index, x in zip(returned, call_p.bind(*primals, call=step, mapped=mapped), strict=True)
-    }
+    made = call_p.bind(*primals, call=step, mapped=mapped)
+    results = dict(zip(returned, keep(_kept(call, avals, mapped, known), made), strict=True))
     leaves = [results[i] if reshaped is None else reshaped(results[i]) for i, reshaped in sources]
     return leaves[: out.num_leaves], leaves[out.num_leaves :], (out, residuals_tree)
+
+
+def _kept(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], known: Results) -> Kept:
+    """The results of a call, each once, as policies of ``jax.checkpoint`` are told of them."""
+    kernel, (out, residuals_tree) = call.kernel, known.tree.children()
+    returned = sorted({index for index, _ in known.sources})
+    of_outputs, of_residuals = known.sources[: out.num_leaves], known.sources[out.num_leaves :]
+    outputs, kept = ({index for index, _ in sources} for sources in (of_outputs, of_residuals))
+    names = tuple(f"{kernel.name}_{'out' if index in outputs else 'residuals'}" for index in returned)
+    depth = len(mapped)
+    structs = [element_of(aval, sum(axis.mapped[i] for axis in mapped), None) for i, aval in enumerate(avals)]
+    args, kwargs = call.structure.join(structs)
+    product = kernel.product(*args, **kwargs)
+    if product is not None:
+        labels = array_labels(kernel, args, kwargs)
+        for axis in reversed(mapped):
+            moving = {label for label, moves in zip(labels, axis.mapped, strict=True) if moves}
+            product = product.mapped(axis.size, *(not moving.isdisjoint(names) for names in product.sources))
+    derivation = None
+    if kernel.outputs_of_residuals is not None and kept and outputs.isdisjoint(kept):
+        positions = {index: i for i, index in enumerate(returned)}
+        sources = tuple((positions[index], reshaped) for index, reshaped in of_residuals)
+        derivation = Derivation(kernel, call.structure, tuple(structs), residuals_tree, sources, depth)
+    return Kept(kernel.name, names, tuple(index not in kept for index in returned), product, derivation)
 
 
 # The linear part.

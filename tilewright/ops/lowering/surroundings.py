@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax._src import config as jax_config
+from jax._src import source_info_util, traceback_util
 from jax._src.core import AxisEnv
 from jax._src.mesh import get_concrete_mesh
 from jax._src.sharding_impls import ShardingContext
@@ -21,6 +22,11 @@ from jax.interpreters import mlir
 
 from tilewright.ops.config.context import overrides_key, without_overrides
 from tilewright.ops.kernel.arrays import first_sharding
+
+# What JAX prints of a program, and its tracebacks, name the caller's line, not one of this package, as for JAX's own.
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
+source_info_util.register_exclusion(_PACKAGE)
+traceback_util.register_exclusion(_PACKAGE)
 
 # Environment variables that kernels read while they are traced.
 _VARIABLES = ("TILEWRIGHT_DEBUG",)

@@ -18,6 +18,8 @@ from tilewright.kernels.op.distributed import DistributedOp
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.sharding import AxisName, axis_of, devices_along
+from tilewright.ops.kernel.arrays import struct_like
+from tilewright.ops.kernel.parts import Product
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -96,6 +98,11 @@ class CollectiveMatmul(DistributedOp[CollectiveInputs, Any], PortfolioKernel[Col
 
     def cotangents(self, inputs: CollectiveInputs, residuals: None, cotangents: tuple[Any, ...]) -> jax.Array:
         return cast(jax.Array, cotangents[0])
+
+    def product(self, inputs: CollectiveInputs) -> Product:
+        """This device's rows times its matrix."""
+        contracting = ((len(inputs.lhs.shape) - 1,), (1 if inputs.transpose_rhs else 0,))
+        return Product(struct_like(inputs.lhs), struct_like(inputs.rhs), contracting, sources=(("lhs",), ("rhs",)))
 
     def reference(self, inputs: CollectiveInputs) -> jax.Array:
         """The oracle inside ``shard_map``: promote narrow arrays for exact results."""
