@@ -23,7 +23,13 @@ from tilewright.ops.executor import Executor, ExplainedChoice, default_executor
 from tilewright.ops.kernel.arrays import is_wrapper, unwrapped
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.splitting import AUTOMATIC
-from tilewright.ops.lowering.labels import find_labels_in_lowered, is_call_label, parse_label
+from tilewright.ops.lowering.labels import (
+    find_labels_in_lowered,
+    is_call_label,
+    is_name_of,
+    name_in,
+    parse_label,
+)
 from tilewright.ops.lowering.occurrences import walk
 from tilewright.ops.lowering.partitioned import Parts
 from tilewright.ops.lowering.propagation import split_places
@@ -142,23 +148,22 @@ def _found(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -
     found = list[_Found]()
     for text, label in labels.items():
         if label.step == AUTOMATIC:
-            of_call = [place for place in places if place.name.startswith(text)]
+            of_call = [place for place in places if is_name_of(name_in(place.name), text)]
             found += [_Found(x.inv, x.cfg, place.parts, place.times) for place in of_call for x in place.calls]
         else:
             explicit = label.config if label.step == "explicit" else None
-            found.append(_Found(label.invocation(), explicit, times=times.get(text, 1)))
+            runs = sum(count for name, count in times.items() if is_name_of(name, text))
+            found.append(_Found(label.invocation(), explicit, times=runs or 1))
     return found
 
 
 def _times(lowered: jax.stages.Lowered) -> collections.Counter[str]:
-    """The number of times that a run of a program runs each call, by label."""
+    """The number of times that a run of a program runs each call, by the call's name."""
     module: Any = lowered.compiler_ir("stablehlo")
     found: collections.Counter[str] = collections.Counter()
     for operation, times in walk(module):
         if operation.name == "func.call":
-            # The name of a function is its label, and maybe a number behind the last dot of that.
-            name = operation.attributes["callee"].value
-            found[name[: name.rfind(".") + 1]] += times
+            found[name_in(operation.attributes["callee"].value)] += times
     return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -24,6 +25,7 @@ from tilewright.ops import (
     labels_to_configs,
 )
 from tilewright.ops.lowering.labels import parse_label
+from tilewright.ops.utils.running import device_kernel_name
 
 NAMES = [
     "my_attention",
@@ -217,6 +219,54 @@ class TestCallLabels:
             extract_labels_from_hlo_text(None)
         with pytest.raises(TypeError, match="lowered="):
             find_labels_in_lowered(None)
+
+
+class TestNames:
+    """The names of calls in programs are for people; a label stands once."""
+
+    def program(self):
+        first, second = Pair("tests.names.first"), Product("tests.names.second")
+        return jax.grad(lambda a: jnp.sin(second(jnp.sin(first(a, B, scale=2.0)), B.T)).sum())
+
+    def test_are_short_and_say_op_direction_and_choice(self):
+        text = jax.jit(self.program()).lower(A).as_text(debug_info=True)
+        names = set(re.findall(r"tilewright\.tests\w+\.(?:forward|backward)[\w.]+", text))
+        said = {tuple(name.split(".")[1:4]) for name in names}
+        assert {("tests_names_first", "forward", "Config"), ("tests_names_first", "backward", "Config")} <= said
+        assert all(len(name) < 64 for name in names), names
+
+    def test_what_describes_a_call_stands_once(self):
+        lowered = jax.jit(self.program()).lower(A)
+        labels = find_labels_in_lowered(lowered)
+        for text in (lowered.as_text(debug_info=True), lowered.as_text("hlo"), lowered.compile().as_text()):
+            assert len(labels) == 3
+            assert [text.count(label) for label in labels] == [1, 1, 1]
+
+    def test_a_call_is_one_line_of_a_jaxpr(self):
+        lines = [line for line in str(jax.make_jaxpr(self.program())(A)).splitlines() if "call=" in line]
+        assert {line.strip().split()[0] for line in lines} >= {"call=tests.names.first.forward"}
+        assert all(len(line) < 120 for line in lines), lines
+
+    def test_locations_and_tracebacks_are_the_callers(self):
+        text = jax.jit(self.program()).lower(A).as_text(debug_info=True)
+        assert "test_labels.py" in text
+        assert "tilewright/ops" not in text
+        with pytest.raises(TypeError) as caught:
+            jax.jit(lambda a: Pair("tests.names.wrong")(a, jnp.ones((2, 2))))(A)
+        frames = [frame.path for frame in caught.traceback]
+        assert not any("tilewright/ops" in str(path) for path in frames), frames
+
+    def test_a_profile_has_the_name_of_the_kernel_that_is_traced(self):
+        said = []
+
+        class Naming(Pair):
+            def run(self, a, b, *, cfg, **kwargs):
+                said.append(device_kernel_name("tile"))
+                return super().run(a, b, cfg=cfg, **kwargs)
+
+        jax.jit(lambda a: Naming("tests.names/kernel")(a, B)).lower(A)
+        assert set(said) == {"tilewright_tests_names_kernel_forward_tile"}
+        assert device_kernel_name("forward_wide") == "tilewright_forward_wide"
 
 
 MARKER = object()

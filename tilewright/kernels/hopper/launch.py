@@ -10,6 +10,7 @@ from tilewright.kernels.hopper.ring import CLUSTER_AXIS, RingPlan
 from tilewright.kernels.hopper.shared import TileStack
 from tilewright.kernels.hopper.turns import TurnsPlan
 from tilewright.kernels.hopper.types import Ref
+from tilewright.ops.utils.running import device_kernel_name
 
 
 def compiler_params() -> Any:
@@ -27,6 +28,7 @@ def run_kernel[Operands, Results, Scratch](
     results: object,
     scratch: object,
     *,
+    role: str,
     num_ctas: int,
     warpgroups: int | None = None,
     cluster: int = 1,
@@ -41,6 +43,7 @@ def run_kernel[Operands, Results, Scratch](
       results: leaves are ``jax.ShapeDtypeStruct``.
       scratch: leaves are scratch types, and plans of rings, of stacks of tiles and of turns, for which the body gets
         these.
+      role: of the kernel in its call, for its name in a profile.
       num_ctas: of the grid, whose axis is "program"; the number of clusters, if these have several CTAs.
       warpgroups: of a CTA; the body tells them apart by the axis "warpgroup". None is one, without an index.
       cluster: CTAs of a cluster, told apart by the axis `CLUSTER_AXIS` if there are several.
@@ -66,6 +69,7 @@ def run_kernel[Operands, Results, Scratch](
             jax.tree.unflatten(scratch_tree, bound),
         )
 
+    body.__name__ = device_kernel_name(role)
     # A kernel of one result returns an array, not a tuple of one.
     kernel = plgpu.kernel(
         body,

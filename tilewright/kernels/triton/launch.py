@@ -8,6 +8,7 @@ process finds it in Triton's cache on disk. jax-triton itself is not used: it ha
 import contextlib
 import contextvars
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from tilewright.errors import TargetDeviceError
 from tilewright.kernels.triton.compiler import CompiledKernel, compiled
 from tilewright.kernels.triton.description import ALIGNMENT, JitKernel, Launch
 from tilewright.ops.utils.device import current_device
+from tilewright.ops.utils.running import device_kernel_name
 
 SCRATCH_ALIGNMENT = 128
 """Bytes by which the address of an array that XLA allocates is divisible."""
@@ -119,7 +121,8 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 
 def _on_gpu(launch: Launch, inputs: tuple[Any, ...]) -> Sequence[Any]:
-    return _triton_p.bind(*inputs, launch=launch, capability=current_device().capability)
+    name = device_kernel_name(launch.name)
+    return _triton_p.bind(*inputs, launch=launch, capability=current_device().capability, name=name)
 
 
 _TARGET = "triton_kernel_call_ffi"
@@ -130,7 +133,7 @@ _triton_p.def_impl(lambda *inputs, **params: jax.jit(lambda *inputs: _triton_p.b
 
 
 @_triton_p.def_abstract_eval
-def _(*_: object, launch: Launch, capability: tuple[int, int] | None) -> list[Any]:
+def _(*_: object, launch: Launch, capability: tuple[int, int] | None, name: str) -> list[Any]:
     # Typed like arrays of the current mesh, so that an update of one of those can be a result.
     mesh = jax.sharding.get_abstract_mesh()
 
@@ -142,12 +145,14 @@ def _(*_: object, launch: Launch, capability: tuple[int, int] | None) -> list[An
     return [typed(output) for output in launch.outputs]
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *operands: object, launch: Launch, capability: tuple[int, int] | None) -> Any:
+def _lower(
+    ctx: mlir.LoweringRuleContext, *operands: object, launch: Launch, capability: tuple[int, int] | None, name: str
+) -> Any:
     if capability is None:
         raise RuntimeError(f"{launch.name} is compiled for a compute capability, and that of the device is unknown")
     kernel = compiled(launch, capability)
     scratch = _scratch(launch, kernel)
-    call = _call_of(launch, kernel, capability, len(scratch))
+    call = _call_of(launch, kernel, capability, len(scratch), name)
     # Results of the custom call: fresh outputs, scratch, outputs in place. Aliases count the scratch, callers do not
     # get it.
     fresh, first = ctx.avals_out[: len(launch.fresh)], len(launch.fresh) + len(scratch)
@@ -156,7 +161,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: object, launch: Launch, cap
         operand_output_aliases={source: first + i for i, source in enumerate(launch.in_place)},
     )
     ctx = ctx.replace(avals_out=[*fresh, *scratch, *ctx.avals_out[len(fresh) :]])
-    results = list(lower(ctx, *operands, opaque=zlib.compress(call.to_proto(launch.name, b""))))
+    results = list(lower(ctx, *operands, opaque=zlib.compress(call.to_proto(name, b""))))
     return [*results[: len(fresh)], *results[first:]]
 
 
@@ -172,19 +177,21 @@ def _scratch(launch: Launch, kernel: CompiledKernel) -> list[jax.core.ShapedArra
     return [jax.core.ShapedArray((math.prod(launch.grid) * metadata.global_scratch_size,), jnp.uint8)]
 
 
-def _call_of(launch: Launch, kernel: CompiledKernel, capability: tuple[int, int], scratch: int) -> Any:
+def _call_of(launch: Launch, kernel: CompiledKernel, capability: tuple[int, int], scratch: int, name: str) -> Any:
     from jax._src.lib import gpu_triton  # has no public name; the import registers the custom call
 
     # Without the CUDA plugin the module has no such class.
     if not callable(getattr(gpu_triton, "TritonKernelCall", None)):
         raise TargetDeviceError(
-            f"{launch.name} is a Triton kernel, which JAX lowers only where its CUDA plugin is installed "
+            f"{name} is a Triton kernel, which JAX lowers only where its CUDA plugin is installed "
             "(pip install 'jax[cuda13]'; it needs no GPU); tilewright.explain needs none"
         )
-    metadata, ptx = kernel.metadata, kernel.asm["ptx"]
+    metadata = kernel.metadata
+    # Triton compiles a function once for all calls that it is a part of.
+    ptx = re.sub(rf"\b{re.escape(metadata.name)}\b", name, kernel.asm["ptx"])
     number = 10 * capability[0] + capability[1]
     clusters = 1
-    program = gpu_triton.TritonKernel(metadata.name, launch.num_warps, clusters, metadata.shared, ptx, "", number)
+    program = gpu_triton.TritonKernel(name, launch.num_warps, clusters, metadata.shared, ptx, "", number)
     array = gpu_triton.create_array_parameter(0, ALIGNMENT)
     scalars = [gpu_triton.create_scalar_parameter(value, "i32") for _, value in launch.scalars if value != 1]
     # The custom call takes pointers from the operands, then from the results; those of outputs in place come last, and
@@ -194,7 +201,7 @@ def _call_of(launch: Launch, kernel: CompiledKernel, capability: tuple[int, int]
 
 
 def _lower_elsewhere(
-    ctx: mlir.LoweringRuleContext, *_: object, launch: Launch, capability: tuple[int, int] | None
+    ctx: mlir.LoweringRuleContext, *_: object, launch: Launch, capability: tuple[int, int] | None, name: str
 ) -> Any:
     raise RuntimeError(f"{launch.name} is a Triton kernel: it runs on CUDA GPUs, not on {ctx.module_context.platforms}")
 

@@ -34,7 +34,7 @@ from tilewright.ops.kernel.kernel import Invocation, Kernel
 from tilewright.ops.kernel.optional import gradient_form
 from tilewright.ops.kernel.registry import record_if_enabled
 from tilewright.ops.lowering.gradients import array_labels
-from tilewright.ops.lowering.labels import call_label
+from tilewright.ops.lowering.labels import call_label, call_name, labelled
 from tilewright.ops.lowering.lowering import KnownProgram, results_of, run
 from tilewright.ops.lowering.mlir_modules import Value
 from tilewright.ops.lowering.programs import Programs, record
@@ -241,7 +241,7 @@ def _reshard_mapped_axes(operands: list[Any], axis: MappedAxis) -> list[Any]:
 
 
 def decide(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> tuple[Selection, str]:
-    """Chooses the config of a call; returns it with the label that names the call in the program."""
+    """Chooses the config of a call; returns it with the label that a program carries."""
     inv = call.invocation(avals, mapped, device)
     record_if_enabled(inv)
     selection = call.selector.choose(inv)
@@ -255,8 +255,8 @@ def decide(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], dev
 
 def select(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Callable[..., Any]:
     """Chooses the config of a call and returns its code under its label."""
-    selection, name = decide(call, avals, mapped, device)
-    return labelled_as(code_of(call, selection.config, avals, mapped, device), name)
+    selection, label = decide(call, avals, mapped, device)
+    return labelled_as(code_of(call, selection.config, avals, mapped, device), label, selection.config)
 
 
 def code_of(
@@ -285,11 +285,18 @@ def _is_opaque(results: Results) -> bool:
     return not (results.effects or results.chooses or keys)
 
 
-def labelled_as(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def labelled_as(function: Callable[..., Any], text: str, cfg: object) -> Callable[..., Any]:
+    """The jitted code of a call with a config, named for people, in a program that carries the call's label."""
+
+    def code(*operands: jax.Array) -> list[Any]:
+        first, *others = function(*operands)
+        return [labelled(first, text), *others]
+
     # The name of a jitted function appears in the text of lowered and compiled programs, with and without debug
     # information; a name scope appears only with it.
-    function.__name__ = function.__qualname__ = name
-    return jax.jit(function)
+    choice = getattr(cfg, "backend", None) or type(cfg).__name__
+    code.__name__ = code.__qualname__ = call_name(text, str(choice))
+    return jax.jit(code)
 
 
 def _lowering_rule(ctx: mlir.LoweringRuleContext, *operands: Value, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:

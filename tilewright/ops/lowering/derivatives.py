@@ -55,8 +55,8 @@ def _jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, ma
     avals = [jax.typeof(x) for x in primals]
     device = current_device()
     with run_by(lambda: traced_devices(primals)):
-        selection, name = decide(call, avals, mapped, device)
-    chosen = _differentiable_code(call, StaticLeaf(selection.config), mapped, device, name)
+        selection, label = decide(call, avals, mapped, device)
+    chosen = _differentiable_code(call, StaticLeaf(selection.config), mapped, device, label)
     return _jvp_along(chosen, primals, tangents)
 
 
@@ -65,14 +65,11 @@ ad.primitive_jvps[call_p] = _jvp_rule
 
 @functools.lru_cache(maxsize=MAX_PROGRAMS)
 def _differentiable_code(
-    call: Call, cfg: StaticLeaf, mapped: tuple[MappedAxis, ...], device: Device, name: str
+    call: Call, cfg: StaticLeaf, mapped: tuple[MappedAxis, ...], device: Device, label: str
 ) -> Callable[..., Any]:
     """The code of a call; the same function object each time, so that JAX compiles its derivatives once."""
 
-    def labelled(*operands: jax.Array) -> list[Any]:
-        return call.function(cfg.value, mapped, device)(*operands)
-
-    return labelled_as(labelled, name)
+    return labelled_as(call.function(cfg.value, mapped, device), label, cfg.value)
 
 
 def _has_tangent(tangent: jax.Array | ad.Zero) -> bool:

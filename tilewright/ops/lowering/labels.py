@@ -1,14 +1,16 @@
 """Labels that survive in the text of lowered and compiled programs, and their parsing.
 
-The label of a kernel call is the name of a function in the program, ``tilewright.v1.<op>.<direction>.<payload>.``; the
-op is for people, the payload holds everything from which the invocation can be rebuilt. A label that a user gives is a
-name scope and an attribute of the operations under it.
+A kernel call is a function in the program, ``tilewright.<op>.<direction>.<choice>.<digest>``, which is a scope in a
+profile. Its label is ``tilewright.v1.<op>.<direction>.<payload>.``, whose payload holds everything from which the
+invocation can be rebuilt; it stands once in the program, in an attribute of the module, and the digest is of it. A
+label that a user gives is a name scope and an attribute of the operations under it.
 """
 
 import base64
 import binascii
 import dataclasses
 import functools
+import hashlib
 import json
 import re
 import urllib.parse
@@ -17,7 +19,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+from jax._src.lib.mlir import ir
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from tilewright.ops.config.chooser import Selection
 from tilewright.ops.config.selection import default_chain
@@ -29,9 +34,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _CALL = re.compile(r"tilewright\.v1\.\w+\.(?:forward|backward)\.[\w\-]+\.", re.ASCII)
+_NAME = re.compile(r"tilewright\.\w+\.(?:forward|backward)\.\w+\.([0-9a-f]{10})", re.ASCII)
 _USER = re.compile(r"tilewright\.label\.([\w%~\-]+)\.end\b", re.ASCII)
 # XLA replaces all other characters in the names of functions; a dot ends a part of a label.
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_]")
+
+_ATTRIBUTES, _CALLS = "mhlo.frontend_attributes", "tilewright.calls"
 
 # A compression dictionary of text found in most payloads. Part of the format: v1 means these bytes.
 _DICTIONARY = (
@@ -105,6 +113,66 @@ def call_label(inv: Invocation[Any, Any], selection: Selection) -> str:
     )
     payload = base64.urlsafe_b64encode(raw).decode().rstrip("=")
     return f"tilewright.v1.{_NOT_IN_NAMES.sub('_', inv.kernel.name)}.{inv.direction}.{payload}."
+
+
+def call_name(text: str, choice: str) -> str:
+    """The name in programs of a call with a label: short, for people.
+
+    Args:
+      text: the label.
+      choice: what runs it.
+    """
+    _, _, op, direction, _, _ = text.split(".")
+    return f"tilewright.{op}.{direction}.{_NOT_IN_NAMES.sub('_', choice)}.{_digest(text)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def name_in(text: str) -> str:
+    """The name of a call at the beginning of a text, such as a symbol that MLIR made unique; empty without one."""
+    match = _NAME.match(text)
+    return "" if match is None else match.group()
+
+
+def is_name_of(name: str, text: str) -> bool:
+    """True if it is the name of the call with this label."""
+    return name.endswith(f".{_digest(text)}")
+
+
+# The attribute.
+
+labelled_p = Primitive("tilewright_label")
+
+
+def labelled(array: jax.Array, text: str) -> jax.Array:
+    """The array; a program that it is in carries the label."""
+    marked: jax.Array = labelled_p.bind(array, text=text)
+    return marked
+
+
+def attach(module: Any, text: str) -> None:
+    """Writes a label into the attribute of a module, unless it is there."""
+    attributes = module.operation.attributes
+    held = {each.name: each.attr for each in attributes[_ATTRIBUTES]} if _ATTRIBUTES in attributes else {}
+    texts = held[_CALLS].value.split() if _CALLS in held else []
+    if text not in texts:
+        held[_CALLS] = ir.StringAttr.get(" ".join([*texts, text]))
+        attributes[_ATTRIBUTES] = ir.DictAttr.get(held)
+
+
+def _lowering(ctx: mlir.LoweringRuleContext, operand: Any, *, text: str) -> list[Any]:
+    attach(ctx.module_context.module, text)
+    return [operand]
+
+
+labelled_p.def_impl(lambda array, text: array)
+labelled_p.def_abstract_eval(lambda aval, text: aval)
+mlir.register_lowering(labelled_p, _lowering)
+# Linear, so that the code of a derivative, which may be all that is left of a call, carries the label, too.
+ad.deflinear2(labelled_p, lambda cotangent, array, text: [labelled(cotangent, text)])
+batching.primitive_batchers[labelled_p] = lambda arrays, dims, text: (labelled(arrays[0], text), dims[0])
 
 
 def is_call_label(text: str) -> bool:
@@ -187,11 +255,14 @@ def label(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def extract_labels_from_hlo_text(text: str) -> list[str]:
     """Returns the labels in the text of a program, StableHLO or HLO, in order of appearance, each once.
 
-    A user's label is returned as the name that was given, a kernel call's label as a whole.
+    A user's label is returned as the name that was given, a kernel call's label as a whole. Calls of a program that was
+    exported are in the text of that alone.
     """
     if not isinstance(text, str):
         raise TypeError(f"{text=} must be the text of a program")
-    found = [(match.start(), match.group()) for match in _CALL.finditer(text)]
+    labels = {_digest(label): label for label in set(_CALL.findall(text))}
+    names = {match.group(1): match.start() for match in reversed([*_NAME.finditer(text)])}
+    found = [(start, labels[digest]) for digest, start in names.items() if digest in labels]
     found += [(match.start(), urllib.parse.unquote(match.group(1))) for match in _USER.finditer(text)]
     return list(dict.fromkeys(name for _, name in sorted(found)))
 

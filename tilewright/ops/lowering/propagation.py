@@ -22,7 +22,7 @@ class SplitPlace:
     """One place of a program with a call that is split.
 
     Attributes:
-      name: the operation's name, which begins with the label of the whole call.
+      name: the operation's name, which begins with that of the whole call.
       times: the number of times that a run comes there.
       parts: the split.
       calls: those of a device's part, with the calls that their configs make.

@@ -20,7 +20,7 @@ from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.splitting import AUTOMATIC, BIND_SPLIT, Dimensions, Splitting
 from tilewright.ops.lowering import partitioned
 from tilewright.ops.lowering.call import Selector, apply_stage, batching_rule
-from tilewright.ops.lowering.labels import call_label
+from tilewright.ops.lowering.labels import attach, call_label, call_name
 from tilewright.ops.lowering.partitioned import Factors, Parts
 from tilewright.ops.lowering.stages import CHOOSING, map_axes
 from tilewright.ops.lowering.surroundings import program_devices
@@ -66,6 +66,7 @@ def _lowering_rule(
 ) -> Any:
     avals: Any = ctx.avals_in
     bound = BoundCall(call, selector, mapped, tuple((x.shape, x.dtype) for x in avals))
+    attach(ctx.module_context.module, bound.label)
     return partitioned.emit(ctx, bound, bound.name, operands, program_devices(ctx))
 
 
@@ -93,12 +94,16 @@ class BoundCall:
 
     @functools.cached_property
     def name(self) -> str:
-        """A name that tells the call from all others: its label, with what a label leaves out."""
+        """A name that tells the call from all others: as of a call with its label, with what a label leaves out."""
         config = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
         identity = self.call.identity(self.elements)
         text = repr((identity, self.mapped, config, toolchain_fingerprint(), self._state))
-        label = call_label(self._invocation, Selection(self.selector.explicit, AUTOMATIC))
-        return f"{label}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        return f"{call_name(self.label, AUTOMATIC)}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+    @functools.cached_property
+    def label(self) -> str:
+        """The label of the whole call."""
+        return call_label(self._invocation, Selection(self.selector.explicit, AUTOMATIC))
 
     @functools.cached_property
     def described(self) -> str:

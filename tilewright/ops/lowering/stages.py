@@ -17,6 +17,7 @@ from tilewright.ops.lowering.gradients import select_gradients, wanted_names
 from tilewright.ops.lowering.surroundings import choice_settings, without_label, without_source_locations
 from tilewright.ops.types import Device, MappedAxis
 from tilewright.ops.utils.memory import LruCache
+from tilewright.ops.utils.running import running
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,7 +176,8 @@ def _trace(program: Program) -> tuple[Any, Results]:
         tree.append(jax.tree.structure(results))
         return jax.tree.leaves(results)
 
-    with without_label(), without_source_locations():
+    direction = "backward" if program.stage.name in ("backward", "gradients") else "forward"
+    with without_label(), without_source_locations(), running(program.stage.kernel.name, direction):
         jaxpr = _without_references(jax.make_jaxpr(flat)(*program.avals))
     sources, chooses = tuple(_sources(jaxpr.jaxpr)), _chooses(jaxpr.jaxpr)
     return jaxpr, Results(tuple(jaxpr.out_avals), tree[0], frozenset(jaxpr.effects), sources, chooses)

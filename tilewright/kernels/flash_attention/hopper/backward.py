@@ -149,7 +149,7 @@ def key_value_kernel(
 
     num_ctas, warpgroups = len(lists[0]) - 1, CONSUMERS + 1 + plan.has_dq_warpgroup
     scratch = plan.scratch(conversion is not None)
-    return run_kernel(body, operands, results, scratch, num_ctas=num_ctas, warpgroups=warpgroups)
+    return run_kernel(body, operands, results, scratch, role="d_key_value", num_ctas=num_ctas, warpgroups=warpgroups)
 
 
 # Each role does one work item: ``after = role(ctx, item_index, item, first)`` counts the steps of the CTA.

@@ -207,7 +207,9 @@ def query_kernel(
         pl.when(warpgroup == CONSUMERS)(functools.partial(run, load, registers.producer, "decrease"))
 
     out_type = jax.ShapeDtypeStruct(call.query.shape, call.query.dtype)
-    return run_kernel(body, operands, out_type, plan.scratch(), num_ctas=len(lists[0]) - 1, warpgroups=CONSUMERS + 1)
+    return run_kernel(
+        body, operands, out_type, plan.scratch(), role="d_query", num_ctas=len(lists[0]) - 1, warpgroups=CONSUMERS + 1
+    )
 
 
 # Each role does one work item: ``after = role(ctx, item_index, item, first)`` counts the steps of the CTA.

@@ -218,5 +218,5 @@ def convert_kernel(
             pl.when((item < 0) | (refs.done[lax.max(item, jnp.int32(0))] == 0))(convert)
 
     out_type = jax.ShapeDtypeStruct(shape, dtype) if result is None else None
-    d_query = run_kernel(body, operands, out_type, tile.stack(), num_ctas=len(tiles))
+    d_query = run_kernel(body, operands, out_type, tile.stack(), role="round_d_query", num_ctas=len(tiles))
     return d_query if result is None else jax.freeze(result)

@@ -127,5 +127,5 @@ def delta_kernel(
         loaded=plgpu.Barrier(num_arrivals=2 * tile.copies),
     )
     operands = _Operands[object](out, d_out, statistics)
-    results = run_kernel(body, operands, out_types, scratch, num_ctas=batch * heads * tiles)
+    results = run_kernel(body, operands, out_types, scratch, role="delta", num_ctas=batch * heads * tiles)
     return results.dq_accumulator, results.counters

@@ -588,8 +588,7 @@ def forward_kernel(
         operands: ForwardOperands[Ref], results: AttentionResults[Ref], scratch: ForwardScratch[Ring, Turns, Ref]
     ) -> None:
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-        my_rows = pl.ds(warpgroup * ROWS, ROWS)
-        ctx = ForwardContext(call, operands, results, scratch, program, warpgroup, my_rows)
+        ctx = ForwardContext(call, operands, results, scratch, program, warpgroup, pl.ds(warpgroup * ROWS, ROWS))
         pl.when(warpgroup < params.consumers)(functools.partial(run_consumer, ctx))
         pl.when(warpgroup == params.consumers)(functools.partial(run_producer, ctx))
 
@@ -597,4 +596,5 @@ def forward_kernel(
         jax.ShapeDtypeStruct((batch, q_length, heads, value.shape[3]), query.dtype),
         jax.ShapeDtypeStruct((batch, heads, q_tiles * params.block_q), jnp.float32),
     )
-    return run_kernel(body, operands, results, plan.scratch(), num_ctas=programs, warpgroups=params.consumers + 1)
+    warpgroups = params.consumers + 1
+    return run_kernel(body, operands, results, plan.scratch(), role="attend", num_ctas=programs, warpgroups=warpgroups)

@@ -151,6 +151,7 @@ def gathered_matmul(
         Operands((Factors(own_rows, (rhs,)),), schedule, AsSummed(), None),
         results,
         scratch,
+        role="gather_and_multiply",
         num_ctas=programs,
         warpgroups=params.consumers + 1,
         cluster=params.cluster,

@@ -151,6 +151,7 @@ def matmul_kernel(
         Operands(tuple(products), schedule, epilogue, scales),
         tuple(results),
         scratch,
+        role="products",
         num_ctas=programs,
         warpgroups=consumers + 1,
         cluster=cluster,

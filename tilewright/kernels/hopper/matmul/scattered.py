@@ -185,6 +185,7 @@ def scattered_matmul(
         Operands((Factors(matrix, (rhs,)),), schedule, AsSummed(), None),
         Arrays(jax.ShapeDtypeStruct((batches, rows, n), out_dtype), wide, wide),
         scratch,
+        role="send_products",
         num_ctas=programs,
         warpgroups=params.consumers + 1,
         cluster=params.cluster,

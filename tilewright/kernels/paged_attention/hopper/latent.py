@@ -452,4 +452,4 @@ def latent_kernel(
     results = AttentionResults(out, jax.ShapeDtypeStruct(parts, jnp.float32))
     num_ctas = call.sequences * call.splits * call.row_tiles
     scratch = LatentPlan(dtype).scratch()
-    return run_kernel(body, operands, results, scratch, num_ctas=num_ctas, warpgroups=WARPGROUPS)
+    return run_kernel(body, operands, results, scratch, role="attend", num_ctas=num_ctas, warpgroups=WARPGROUPS)

@@ -489,4 +489,6 @@ def chunk_kernel(
     # A CTA for each tile, with decoded tokens among them. An SM that has such a tile computes no chunk meanwhile: both
     # kinds together take 574 µs where chunks alone take 413 and decoded tokens 307 (docs/notes/serving_attention.md).
     num_ctas = call.order_length * call.kv_heads
-    return run_kernel(body, operands, results, plan.scratch(), num_ctas=num_ctas, warpgroups=CONSUMERS + 1)
+    return run_kernel(
+        body, operands, results, plan.scratch(), role="attend", num_ctas=num_ctas, warpgroups=CONSUMERS + 1
+    )

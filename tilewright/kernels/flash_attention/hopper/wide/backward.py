@@ -142,7 +142,9 @@ def wide_key_value_kernel(
         pl.when(warpgroup == PRODUCER)(functools.partial(run, load, registers.producer, "decrease"))
 
     scratch = plan.scratch(has_separate_ds_factor(options))
-    return run_kernel(body, operands, results, scratch, num_ctas=programs_of(lists), warpgroups=CONSUMERS + 1)
+    return run_kernel(
+        body, operands, results, scratch, role="d_key_value", num_ctas=programs_of(lists), warpgroups=CONSUMERS + 1
+    )
 
 
 # Each role does one work item: ``after = role(ctx, item_index, item, first)`` counts the steps of the CTA.

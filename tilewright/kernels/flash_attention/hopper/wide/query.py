@@ -155,7 +155,9 @@ def wide_query_kernel(
 
     out_type = jax.ShapeDtypeStruct(call.query.shape, call.query.dtype)
     num_ctas = batch * heads * schedule.extent.row_tiles
-    return run_kernel(body, operands, out_type, plan.query_scratch(), num_ctas=num_ctas, warpgroups=CONSUMERS + 1)
+    return run_kernel(
+        body, operands, out_type, plan.query_scratch(), role="d_query", num_ctas=num_ctas, warpgroups=CONSUMERS + 1
+    )
 
 
 def bind_out_ring(scratch: WideQueryScratch[Ring]) -> WideQueryRings:
