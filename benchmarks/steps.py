@@ -1,0 +1,185 @@
+"""Whole training steps of models, in plain JAX, with one op of this package after another, and with all of them.
+
+Float32 parameters, bfloat16 matmuls, AdamW; cuDNN's attention in the plain form where it serves; the rematerialisation
+of the model's users. Nothing is tuned. Of each form: milliseconds of a step, in turns with the others; share of the
+peak; bytes that the program allocates; seconds to trace and lower, and to compile; and losses of three steps.
+
+``python -m benchmarks.steps llama_1b gpt2 --forms plain all``, and ``--profile plain all`` prints the device's kernels.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import glob
+import gzip
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.common import interleaved, queued, record
+from benchmarks.step_models import MODELS, OURS, PLAIN, SWAPS, Arrays, Model, Ops
+
+PEAK = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
+"""FLOP/s of dense bfloat16 matmuls, by the maker's data sheet."""
+RATE, BETAS, DECAY = 1e-4, (0.9, 0.95), 0.1
+FORMS = ("plain", *SWAPS, "all")
+
+
+def ops_of(form: str) -> Ops:
+    """Plain ops, with those of a form taken from this package."""
+    if form in ("plain", "all"):
+        return PLAIN if form == "plain" else OURS
+    return dataclasses.replace(PLAIN, **{field: getattr(OURS, field) for field in SWAPS[form]})
+
+
+def step_of(model: Model, ops: Ops) -> Callable[..., Any]:
+    """``(loss, parameters, moments)`` after a step of AdamW, of these and the inputs."""
+
+    def step(state: tuple[Arrays, Arrays, Arrays, jax.Array], inputs: Arrays) -> Any:
+        w, first, second, count = state
+        loss, gradients = jax.value_and_grad(functools.partial(model.loss, ops))(w, inputs)
+        count = count + 1
+        first = jax.tree.map(lambda m, g: BETAS[0] * m + (1 - BETAS[0]) * g, first, gradients)
+        second = jax.tree.map(lambda v, g: BETAS[1] * v + (1 - BETAS[1]) * g * g, second, gradients)
+
+        def moved(w: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+            m, v = m / (1 - BETAS[0] ** count), v / (1 - BETAS[1] ** count)
+            return w - RATE * (m / (jnp.sqrt(v) + 1e-8) + DECAY * w)
+
+        return (jax.tree.map(moved, w, first, second), first, second, count), loss
+
+    return step
+
+
+def first_state(model: Model) -> Any:
+    @jax.jit
+    def make(key: jax.Array) -> Any:
+        w = model.parameters(key)
+        zeros = jax.tree.map(jnp.zeros_like, w)
+        return w, zeros, jax.tree.map(jnp.zeros_like, w), jnp.zeros((), jnp.float32)
+
+    return make(jax.random.key(0))
+
+
+def measured(model: Model, forms: Sequence[str], rounds: int, profiled: Sequence[str]) -> dict[str, Any]:
+    """The figures of each form that can be compiled and run."""
+    inputs = jax.jit(model.inputs)(jax.random.key(1))
+    found: dict[str, Any] = {}
+    programs: dict[str, Any] = {}
+    for form in forms:
+        state = jax.eval_shape(functools.partial(first_state, model))
+        started = time.perf_counter()
+        lowered = jax.jit(step_of(model, ops_of(form)), donate_argnums=0).lower(state, inputs)
+        after = time.perf_counter()
+        compiled = lowered.compile()
+        memory: Any = compiled.memory_analysis()
+        found[form] = {
+            "lower_s": after - started,
+            "compile_s": time.perf_counter() - after,
+            "temporary_bytes": memory.temp_size_in_bytes,
+            "argument_bytes": memory.argument_size_in_bytes,
+        }
+        try:
+            found[form]["losses"] = losses(model, compiled, inputs)
+        except jax.errors.JaxRuntimeError as error:
+            found[form]["error"] = str(error).splitlines()[0]
+            continue
+        programs[form] = compiled
+
+    state = [first_state(model)]
+
+    def steps(program: Any) -> Callable[[], Any]:
+        def run(*_: object) -> Any:
+            state[0], loss = program(state[0], inputs)
+            return loss
+
+        return queued(run, (), 3)
+
+    timings = interleaved({form: steps(program) for form, program in programs.items()}, rounds, warmup=1)
+    peak = PEAK.get(jax.devices()[0].device_kind)
+    for form, timing in timings.items():
+        seconds = timing.median / 3
+        found[form] |= {"time": timing.to_json(), "steps_of_a_sample": 3, "step_s": seconds}
+        found[form] |= {
+            "tokens_per_s": model.tokens / seconds,
+            "share_of_peak": peak and model.flops() / seconds / peak,
+        }
+    for form in profiled:
+        if form in programs:
+            found[form]["kernels_ms"] = kernels(steps(programs[form]))
+    return found
+
+
+def losses(model: Model, program: Any, inputs: Arrays) -> list[float]:
+    """The losses of three steps from the first parameters."""
+    state, said = first_state(model), []
+    for _ in range(3):
+        state, loss = program(state, inputs)
+        said.append(float(loss))
+    return said
+
+
+def kernels(run: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of a step in each kernel of the device, most first, from a trace of three steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        (file,) = glob.glob(f"{folder}/plugins/profile/*/*.trace.json.gz")
+        with gzip.open(file) as trace:
+            events = json.load(trace)["traceEvents"]
+    devices = {e["pid"] for e in events if e.get("name") == "process_name" and "device:GPU" in str(e["args"])}
+    streams = {
+        (e["pid"], e["tid"])
+        for e in events
+        if e.get("name") == "thread_name" and e["pid"] in devices and "Stream" in e["args"]["name"]
+    }
+    total: collections.Counter[str] = collections.Counter()
+    for e in events:
+        if e.get("ph") == "X" and (e["pid"], e["tid"]) in streams:
+            total[e["name"]] += e["dur"] / 1e3 / 3
+    return dict(total.most_common())
+
+
+def table(name: str, found: dict[str, Any]) -> str:
+    plain = found.get("plain", {}).get("step_s")
+    lines = [f"{name}: {MODELS[name].source}, {MODELS[name].tokens} tokens"]
+    for form, each in found.items():
+        if "step_s" not in each:
+            lines.append(f"  {form:10} {each.get('error')}")
+            continue
+        speed = f"{plain / each['step_s']:.3f} x plain" if plain else ""
+        share = f"{each['share_of_peak']:.3f} of peak" if each["share_of_peak"] else ""
+        memory = (each["temporary_bytes"] + each["argument_bytes"]) / 2**30
+        lines.append(
+            f"  {form:10} {1e3 * each['step_s']:8.2f} ms  {speed}  {share}  {memory:.2f} GiB"
+            f"  lower {each['lower_s']:.1f} s, compile {each['compile_s']:.1f} s"
+            f"  losses {' '.join(f'{loss:.4f}' for loss in each['losses'])}"
+        )
+        for kernel, ms in list(each.get("kernels_ms", {}).items())[:40]:
+            lines.append(f"      {ms:8.3f} ms  {kernel[:110]}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("models", nargs="*", default=[name for name, each in MODELS.items() if not each.held_back])
+    parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--profile", nargs="*", default=(), choices=FORMS)
+    parser.add_argument("--name", default="steps")
+    arguments = parser.parse_args()
+    data: dict[str, Any] = {}
+    for name in arguments.models:
+        data[name] = measured(MODELS[name], arguments.forms, arguments.rounds, arguments.profile)
+        print(table(name, data[name]), flush=True)
+        record(arguments.name, {"models": data})
+
+
+if __name__ == "__main__":
+    main()
