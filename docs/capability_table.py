@@ -91,7 +91,7 @@ def capability_table() -> str:
     """The tables of all ops, whatever compilers, libraries and devices this machine has."""
     newest = mock.patch.object(jax_calls, "cudnn_version", return_value=99999)
     installed = mock.patch.object(cute, "package_reasons", side_effect=list)
-    triton = mock.patch.object(requirements, "_package_reasons", return_value=[])
+    triton = mock.patch.object(requirements, "package_reasons", return_value=[])
     # Where XLA may split tokens over several devices, kernels of vocabulary losses do not serve them.
     alone = mock.patch.object(jax, "device_count", return_value=1)
     with mock.patch.object(toolchain, "missing", return_value=[]), newest, installed, triton, alone:

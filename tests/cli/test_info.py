@@ -26,7 +26,7 @@ class Picky(Backend):
     platform = Platform.PALLAS
 
     def reasons(self, inputs, device, direction):
-        reasons = [] if device.kind == "cpu" else [f"needs a CPU, got {device.name} ({device.capability=})"]
+        reasons = [] if device.kind == "cpu" else [f"needs a CPU, got {device.described}"]
         return [*reasons, "is for 2"] if inputs.number == 1 else reasons
 
     candidates = forward = backward = None
@@ -57,7 +57,7 @@ def test_a_device_that_no_call_is_served_on_is_not_listed():
     other = served(f"{__name__}:Picky", present=[GPU])
     assert (other.devices, other.why) == ((), "needs a CPU")
     why = served(f"{__name__}:Picky", calls=[Numbered(1)]).why
-    assert why == "is for 2; needs a CPU, got NVIDIA H100 80GB HBM3 (device.capability=(9, 0))"
+    assert why == "is for 2; needs a CPU, got NVIDIA H100 80GB HBM3 (9.0)"
     assert "no device" in served(f"{__name__}:Picky", calls=[], present=[]).why
 
 

@@ -65,7 +65,7 @@ def test_an_explanation_keeps_the_brackets_of_its_hints(monkeypatch):
     from tilewright.kernels.triton import requirements
 
     monkeypatch.setattr(requirements, "_version", lambda: None)
-    text = invoke("explain", "flash_attention", *SHAPE, "--no-backward")
+    text = invoke("explain", "flash_attention", *SHAPE, "--no-backward", "--device", "NVIDIA H200")
     assert "pip install 'tilewright[triton]'" in text
     assert "f32[1,64,2,16]" in text
 

@@ -1,6 +1,7 @@
 """The device of this process, if there is one, and devices by name."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -26,11 +27,22 @@ def here() -> "Device":
         raise Failure(f"JAX finds no device to compute on: {error}") from error
 
 
-def on_device(known: "KnownDevice | None") -> contextlib.AbstractContextManager[object]:
-    """A context in which programs are traced and lowered for a named device, or else for this process's."""
+def on_device(known: "KnownDevice | None", extras: Sequence[str] = ()) -> contextlib.AbstractContextManager[object]:
+    """A context in which programs are traced and lowered for a named device, or else for this process's.
+
+    Raises:
+      typer.BadParameter: one of the ``extras`` of ``tilewright.target_device`` is unknown, or no device is named.
+    """
     from tilewright.ops import target_device
 
-    return contextlib.nullcontext() if known is None else target_device(known.name)
+    if known is None:
+        if extras:
+            raise typer.BadParameter("they are packages of the device that --device names", param_hint="--extras")
+        return contextlib.nullcontext()
+    try:
+        return target_device(known.name, extras=extras)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--extras") from error
 
 
 def named_device(name: str) -> "KnownDevice":

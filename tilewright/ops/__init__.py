@@ -20,6 +20,8 @@ from tilewright.ops.executor import Executor as Executor
 from tilewright.ops.executor import Explanation as Explanation
 from tilewright.ops.executor import default_executor as default_executor
 from tilewright.ops.executor import default_key_builder_with_sharding as default_key_builder_with_sharding
+from tilewright.ops.explained import ExplainedCall as ExplainedCall
+from tilewright.ops.explained import ProgramExplanation as ProgramExplanation
 from tilewright.ops.kernel.candidates import Candidate as Candidate
 from tilewright.ops.kernel.kernel import Invocation as Invocation
 from tilewright.ops.kernel.kernel import Kernel as Kernel
@@ -30,8 +32,6 @@ from tilewright.ops.lowering.labels import extract_labels_from_hlo_text as extra
 from tilewright.ops.lowering.labels import find_labels_in_lowered as find_labels_in_lowered
 from tilewright.ops.lowering.labels import label as label
 from tilewright.ops.lowering.labels import labels_to_configs as labels_to_configs
-from tilewright.ops.program import ExplainedCall as ExplainedCall
-from tilewright.ops.program import ProgramExplanation as ProgramExplanation
 from tilewright.ops.program import explain as explain
 from tilewright.ops.program import find_invocations as find_invocations
 from tilewright.ops.program import tune as tune

@@ -144,7 +144,7 @@ class Executor(Generic[Cfg, Out]):
                 step += ", until the call is tuned, which the policy allows"
             unbuilt = self.chooser.not_built(inv, selection)
             if unbuilt is not None:
-                step += f", until {', '.join(map(str, unbuilt[1]))} is built, for {describe_config(unbuilt[0])}"
+                step += f", until nvcc has compiled {', '.join(map(str, unbuilt[1]))} for {describe_config(unbuilt[0])}"
             leader = self.chooser.leader(inv)
             if step not in ("explicit", agreement.STEP) and leader not in (None, jax.process_index()):
                 step += f", unless process {leader} decides otherwise when the program is compiled"
@@ -283,9 +283,15 @@ class ExplainedChoice:
         """The step followed by its detail."""
         return f"{self.step}, {self.detail}" if self.detail else self.step
 
+    @property
+    def origin_and_time(self) -> str:
+        """The origin with the measured time; of the nearest shape's config the origin says what was measured."""
+        if self.time_ms is None:
+            return self.origin if self.step.startswith("nearest") else f"{self.origin}; not measured"
+        return f"{self.origin}; {self.time_ms:.3f} ms"
+
     def __str__(self) -> str:
-        time = "not measured" if self.time_ms is None else f"{self.time_ms:.3f} ms"
-        lines = [f"{self.direction}: {self.config}", f"  from: {self.origin} ({time})"]
+        lines = [f"{self.direction}: {describe_config(self.config)} ({self.origin_and_time})"]
         lines += [f"  not {name}: {'; '.join(why)}" for name, why in self.rejected.items()]
         lines += [f"  faster: {each}" for each in self.advice]
         return "\n".join(lines)

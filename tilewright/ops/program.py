@@ -3,9 +3,7 @@
 import collections
 import contextlib
 import dataclasses
-import html
 import numbers
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -19,7 +17,8 @@ from tilewright.ops.config.memory import ConfigCache
 from tilewright.ops.config.results import AutotuningResult
 from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.config.tuner import Tuner
-from tilewright.ops.executor import Executor, ExplainedChoice, default_executor
+from tilewright.ops.executor import Executor, default_executor
+from tilewright.ops.explained import ExplainedCall, ProgramExplanation
 from tilewright.ops.kernel.arrays import is_wrapper, unwrapped
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.splitting import AUTOMATIC
@@ -37,10 +36,8 @@ from tilewright.ops.tuning.confirming import check_confirmable, confirmed
 from tilewright.ops.tuning.events import Event
 from tilewright.ops.tuning.tuning import DEFAULT_CALL_S, Autotuner
 from tilewright.ops.utils.describe import describe_config, describe_key
+from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.target import active_target
-
-_EXTRA = re.compile(r"\(extra (\w+)\)|tilewright\[(\w+)\]")
-"""The extra of this package that a reason against a backend names."""
 
 
 def lower(fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> jax.stages.Lowered:
@@ -278,114 +275,6 @@ def tune_invocations(
     return Autotuner(budget_s=left, **options).tune(*invocations, reuse=reuse)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExplainedCall:
-    """One kernel call of a program, in one direction.
-
-    Attributes:
-      arguments: the call's arrays and options in short form.
-      split: if it is a device's part of a call that is split over automatic mesh axes: into how many parts each operand
-        is split along each dimension.
-      gathered: operands of which each device needs more than it has, and along which dimension.
-      times: the number of times that a run of the program runs it; a loop whose steps are unknown counts as one.
-    """
-
-    op: str
-    arguments: str
-    choice: ExplainedChoice
-    split: str = ""
-    gathered: tuple[str, ...] = ()
-    times: int = 1
-
-    @property
-    def direction(self) -> str:
-        return self.choice.direction
-
-    @property
-    def config(self) -> Any:
-        return self.choice.config
-
-    @property
-    def step(self) -> str:
-        return self.choice.step
-
-    def __str__(self) -> str:
-        choice = self.choice
-        time = "not measured" if choice.time_ms is None else f"{choice.time_ms:.3f} ms"
-        times = f" × {self.times}" if self.times > 1 else ""
-        lines = [
-            f"{self.op} {self.direction}{times}: {describe_config(choice.config)}",
-            f"  of: {self.arguments}",
-            f"  from: {choice.origin} ({time})",
-            *([f"  a device's part: {self.split or 'all of it'}"] if self.split or self.gathered else []),
-            *([f"  gathered on each device: {', '.join(self.gathered)}"] if self.gathered else []),
-        ]
-        lines += [f"  not {name}: {'; '.join(why)}" for name, why in choice.rejected.items()]
-        return "\n".join(lines + [f"  faster: {each}" for each in choice.advice])
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ProgramExplanation:
-    """The configs that the kernel calls of a program would run with; iterable by call, and readable when printed."""
-
-    calls: tuple[ExplainedCall, ...]
-
-    def __iter__(self) -> Iterator[ExplainedCall]:
-        return iter(self.calls)
-
-    def __len__(self) -> int:
-        return len(self.calls)
-
-    def __getitem__(self, index: int) -> ExplainedCall:
-        return self.calls[index]
-
-    def __str__(self) -> str:
-        return "\n".join([*map(str, self.calls), *self.summary]) or "no call of a kernel of tilewright"
-
-    @property
-    def summary(self) -> list[str]:
-        """The calls by backend, and the packages that would give some of them another one."""
-        if len(self.calls) < 2:
-            return []
-        backends = collections.Counter(str(call.config).partition("(")[0] for call in self.calls)
-        found = [f"{len(self.calls)} calls: {', '.join(f'{n} on {name}' for name, n in backends.most_common())}"]
-        missing: dict[str, list[str]] = {}
-        for call in self.calls:
-            for name, why in call.choice.rejected.items():
-                extras = {extra for reason in why for groups in _EXTRA.findall(reason) for extra in groups if extra}
-                # Of other reasons no package helps.
-                if extras and all(_EXTRA.search(reason) for reason in why):
-                    missing.setdefault(min(extras), []).append(name)
-        for extra, names in sorted(missing.items()):
-            backend = "/".join(dict.fromkeys(names))
-            found.append(f"pip install 'tilewright[{extra}]' would let {len(names)} of them run on {backend}")
-        return found
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        if not self.calls:
-            return f"<p>{self}</p>"
-        heads = ("call", "config", "from", "time", "why no other")
-        rows = [f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>"]
-        for call in self.calls:
-            choice = call.choice
-            cells = (
-                (f"{call.op} {call.direction}", call.arguments, *filter(None, (call.split, *call.gathered))),
-                (describe_config(choice.config),),
-                (choice.origin,),
-                ("not measured" if choice.time_ms is None else f"{choice.time_ms:.3f} ms",),
-                (
-                    *(f"{name}: {'; '.join(why)}" for name, why in choice.rejected.items()),
-                    *(f"faster: {each}" for each in choice.advice),
-                ),
-            )
-            shown = ("<br>".join(map(html.escape, lines)) for lines in cells)
-            rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in shown)}</tr>")
-        return f"<table>{''.join(rows)}</table>"
-
-
 def _split(parts: Parts | None) -> tuple[str, tuple[str, ...]]:
     return ("", ()) if parts is None else (parts.split, parts.gathered)
 
@@ -407,10 +296,12 @@ def explain(
     """
     executor: Executor[Any, Any] = default_executor() if chooser is None else Executor(chooser)
     found: dict[Any, ExplainedCall] = {}
+    device, target = current_device(), active_target()
     for each in _found(fn, args, kwargs):
         inv, choice = each.inv, executor.explain_choice(each.inv, each.explicit)
+        device = inv.target  # of a program that is lowered already the device that it is for
         call = ExplainedCall(inv.kernel.name, describe_key(inv.key), choice, *_split(each.parts))
         key = (inv.key, describe_config(each.explicit), call.split, call.gathered)
         known = found.get(key)
         found[key] = dataclasses.replace(call, times=each.times + (known.times if known else 0))
-    return ProgramExplanation(tuple(found.values()))
+    return ProgramExplanation(tuple(found.values()), device, frozenset() if target is None else target.packages)

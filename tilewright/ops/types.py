@@ -42,6 +42,11 @@ class Device:
     fingerprint: str = ""
     present: bool = True
 
+    @property
+    def described(self) -> str:
+        """The name, with the compute capability if there is one."""
+        return self.name if self.capability is None else "{} ({}.{})".format(self.name, *self.capability)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MappedAxis:

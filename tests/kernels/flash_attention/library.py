@@ -161,7 +161,7 @@ SERVED: list[dict[str, Any]] = [
     {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS},
 ]
 DECLINED: list[tuple[str, dict[str, Any]]] = [
-    ("computes in float16 or bfloat16, got inputs.dtype=dtype('float32')", {"dtype": jnp.float32}),
+    ("computes in float16 or bfloat16, got dtype=float32", {"dtype": jnp.float32}),
     ("does not serve softmax_aux", {"softmax_aux": jax.ShapeDtypeStruct((4,), jnp.float32)}),
     ("does not serve dropout_prob=0.1", {"dropout_prob": 0.1, "dropout_seed": 0}),
     ("does not serve position_bias", {"bias": AlibiBias(jax.ShapeDtypeStruct((4,), jnp.float32))}),

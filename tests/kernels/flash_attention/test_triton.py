@@ -30,7 +30,7 @@ ADA = Device("gpu", "NVIDIA GeForce RTX 4090", (8, 9), 128)
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reasons are those of a machine with Triton."""
-    monkeypatch.setattr(requirements, "_package_reasons", list)
+    monkeypatch.setattr(requirements, "package_reasons", list)
 
 
 def call_of(dtype: Any = jnp.bfloat16, head_dim: int = 64, length: int = 128, **kwargs: Any) -> AttentionInputs:
@@ -52,8 +52,8 @@ def test_what_it_serves(device: Device, direction: Direction):
 @pytest.mark.parametrize(
     ("said", "options"),
     [
-        ("head dims go to 256, got inputs.head_dim=257", {"head_dim": 257}),
-        ("float32, float16 or bfloat16, got inputs.dtype=dtype('float64')", {"dtype": jnp.float64}),
+        ("head dims go to 256, got head_dim=257", {"head_dim": 257}),
+        ("float32, float16 or bfloat16, got dtype=float64", {"dtype": jnp.float64}),
         ("counted by 32 bits", {"length": 1 << 23}),
         ("does not serve position_bias", {"bias": AlibiBias(jax.ShapeDtypeStruct((4,), jnp.float32))}),
     ],

@@ -244,7 +244,7 @@ class TestWithoutTuning:
         assert "tilewright build" in record.getMessage()
         assert not nvcc.compilations()
         explained = Executor(chain).explain(kernel, X, quiet=True)
-        assert explained.step == "heuristic, until sample fast sm_90a is built, for fast"
+        assert explained.step == "heuristic, until nvcc has compiled sample fast sm_90a for fast"
         Group(kernel.table, "fast", 90).make(threading.Event())
         assert chain.choose(Invocation(kernel, (X,))).config == "fast"
 

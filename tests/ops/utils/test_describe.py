@@ -5,8 +5,10 @@ import json
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from tilewright.compat.base import KernelConfig
+from tilewright.kernels.masks import CausalMask, WindowMask
 from tilewright.kernels.op.choice import Choice
 from tilewright.modules import FlashAttention
 from tilewright.ops import FwdParams
@@ -50,7 +52,21 @@ def test_the_key_of_a_real_call_names_arrays_mask_and_scale():
     query = jax.ShapeDtypeStruct((1, 512, 8, 64), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
     inv, _ = prepared(FlashAttention(), (query, key, key), {"causal": True}, concrete=False)
-    assert describe_key(inv.key) == "bf16[1,512,8,64] bf16[1,512,2,64]×2 mask=CausalMask softmax_scale=0.125"
+    assert describe_key(inv.key) == "bf16[1,512,8,64] bf16[1,512,2,64]×2 mask=causal softmax_scale=0.125"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"causal": True, "sliding_window": 128}, "mask=window(left=128, offset=0, right=0)"),
+        ({"mask": CausalMask() & WindowMask(3, None)}, "mask=and(causal, window(left=3, offset=0))"),
+        ({"mask": jnp.ones((1, 1, 512, 512), bool)}, "mask=explicit(array=bool[1,1,512,512])"),
+    ],
+)
+def test_masks_are_written_as_people_write_them(options, said):
+    query = jax.ShapeDtypeStruct((1, 512, 8, 64), jnp.bfloat16)
+    inv, _ = prepared(FlashAttention(), (query, query, query), options, concrete=False)
+    assert said in describe_key(inv.key)
 
 
 def test_the_platforms_of_a_call_are_named():

@@ -96,7 +96,8 @@ def _served(op: str, loaded: Loaded, calls: Sequence[OpInputs], present: Sequenc
     if serving:
         broken = _late_import_error(backend)
         return ServedBackend(op, name, () if broken else serving, broken)
-    reasons_against = [_OF_DEVICE.sub("", reason) for reason in next(iter(reasons.values()))]
+    of_first = f", got {present[0].described}"  # which is shown above the table
+    reasons_against = [reason.removesuffix(of_first) for reason in reasons[present[0].name]]
     if all(device.kind == "cpu" for device in present):
         reasons_against += common_reasons(backend, calls, STAND_IN)
     return ServedBackend(op, name, (), one_line(reasons_against))
@@ -131,21 +132,9 @@ def with_hint(why: str) -> str:
     return " ".join(why.split()) + hint
 
 
-# The part of a reason about the device, whose name is shown above the table.
-_OF_DEVICE = re.compile(r", got [^,;]* \(device\.capability=.*\)$")
 _ABSENT = re.compile(r"No module named '?(\w+)")
-_OF_EXTRA = re.compile(r"needs the package (\S+).* \(extra (\w+)\), which is not installed")
 
 
 def one_line(reasons: Sequence[str]) -> str:
-    """Reasons without repetition; packages of one extra are combined, with the command that installs them."""
-    packages: dict[str, list[str]] = {}
-    rest = []
-    for reason in dict.fromkeys(reasons):
-        found = _OF_EXTRA.fullmatch(reason)
-        if found is None:
-            rest.append(reason)
-        else:
-            packages.setdefault(found[2], []).append(found[1])
-    rest += [f"needs {', '.join(names)}: pip install 'tilewright[{extra}]'" for extra, names in packages.items()]
-    return "; ".join(" ".join(reason.split()) for reason in rest)
+    """Reasons without repetition."""
+    return "; ".join(" ".join(reason.split()) for reason in dict.fromkeys(reasons))

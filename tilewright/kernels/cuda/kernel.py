@@ -20,6 +20,7 @@ from tilewright.kernels.cuda.requirements import Predicate, Values, without_smal
 from tilewright.kernels.cuda.table import Variant, VariantTable
 from tilewright.ops.types import Device
 from tilewright.ops.utils.memory import clear_all
+from tilewright.ops.utils.target import check_is_here, is_assumed
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +224,7 @@ class CudaKernel:
                 return missing
             if _NEEDED_GROUPS.get() is not None:
                 return []
+            check_is_here("nvcc", self._missing_here(values))
             logger.warning("building %s into %s, once; this may take some minutes", group, self.cache.path)
             compiled = library.load(group, self.cache, build([group], cache=self.cache)[group])
         return _unmet(variant, values, compiled)
@@ -231,6 +233,9 @@ class CudaKernel:
         return Group(self.table, variant.group, values.device["capability"])
 
     def _missing(self, values: Values) -> list[str]:
+        return [] if is_assumed("nvcc") else self._missing_here(values)
+
+    def _missing_here(self, values: Values) -> list[str]:
         return toolchain.missing(values.device["capability"], self.table.packages)
 
     def _group_on(self, variant: Variant, device: Device) -> Group:

@@ -19,14 +19,14 @@ def device_reasons(device: Device) -> list[str]:
     """Reasons why a device is no Hopper GPU; empty if it is one."""
     if device.kind == "gpu" and device.capability == CAPABILITY:
         return []
-    return [f"needs a GPU of compute capability 9.0, got {device.name} ({device.capability=})"]
+    return [f"needs a GPU of compute capability 9.0, got {device.described}"]
 
 
 def dtype_reasons(inputs: HasDtype) -> list[str]:
     """Reasons why wgmma does not take the operands as they are; empty if it does."""
     if inputs.dtype.name in ("bfloat16", "float16"):
         return []
-    return [f"computes in bfloat16 or float16, got {inputs.dtype=}"]
+    return [f"computes in bfloat16 or float16, got dtype={inputs.dtype}"]
 
 
 def num_sms(device: Device) -> int:

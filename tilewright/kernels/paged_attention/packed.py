@@ -31,11 +31,11 @@ def packed_reasons(inputs: PagedInputs, device: Device) -> list[str]:
         why.append("takes packed queries and a page table")
     why += dtype_reasons(inputs)
     if inputs.key.dtype != inputs.dtype:
-        why.append(f"takes keys and values in the query's dtype, got {inputs.kv_dtype=}")
+        why.append(f"takes keys and values in the query's dtype, got kv_dtype={inputs.kv_dtype}")
     if inputs.head_dim != inputs.value_dim or inputs.head_dim not in DIMS:
-        why.append(f"takes head dims of 64 or 128, got {inputs.head_dim=}, {inputs.value_dim=}")
+        why.append(f"takes head dims of 64 or 128, got head_dim={inputs.head_dim}, value_dim={inputs.value_dim}")
     if inputs.page_size < MIN_PAGE or inputs.page_size & (inputs.page_size - 1):
-        why.append(f"a page must have a power of two of tokens from {MIN_PAGE} on, got {inputs.page_size=}")
+        why.append(f"a page must have a power of two of tokens from {MIN_PAGE} on, got page_size={inputs.page_size}")
     if inputs.groups > MAX_HEADS:
         why.append(f"up to {MAX_HEADS} heads can share a key head, got {inputs.groups}")
     return why

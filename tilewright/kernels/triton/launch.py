@@ -23,8 +23,10 @@ from jax.sharding import PartitionSpec
 from tilewright.errors import TargetDeviceError
 from tilewright.kernels.triton.compiler import CompiledKernel, compiled
 from tilewright.kernels.triton.description import ALIGNMENT, JitKernel, Launch
+from tilewright.kernels.triton.requirements import package_reasons
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.running import device_kernel_name
+from tilewright.ops.utils.target import check_is_here
 
 SCRATCH_ALIGNMENT = 128
 """Bytes by which the address of an array that XLA allocates is divisible."""
@@ -150,6 +152,7 @@ def _lower(
 ) -> Any:
     if capability is None:
         raise RuntimeError(f"{launch.name} is compiled for a compute capability, and that of the device is unknown")
+    check_is_here("triton", package_reasons())
     kernel = compiled(launch, capability)
     scratch = _scratch(launch, kernel)
     call = _call_of(launch, kernel, capability, len(scratch), name)

@@ -5,6 +5,7 @@ import importlib.metadata
 import re
 
 from tilewright.ops.types import Device
+from tilewright.ops.utils.target import is_assumed
 
 MIN_CAPABILITY = (8, 0)
 """Ampere: before it there is neither bfloat16 nor an asynchronous copy to shared memory."""
@@ -17,12 +18,10 @@ INSTALL = "pip install 'tilewright[triton]'"
 
 def unavailable(device: Device) -> list[str]:
     """Every reason why no Triton kernel can run on a device; empty if one can."""
-    reasons = list(_package_reasons())
+    reasons = [] if is_assumed("triton") else package_reasons()
     if device.kind != "gpu" or device.capability is None or device.capability < MIN_CAPABILITY:
         needed = _dotted(MIN_CAPABILITY)
-        reasons.append(
-            f"needs a CUDA GPU of compute capability {needed} or up, got {device.name} ({device.capability=})"
-        )
+        reasons.append(f"needs a CUDA GPU of compute capability {needed} or up, got {device.described}")
     return reasons
 
 
@@ -37,7 +36,7 @@ def _version() -> tuple[int, ...] | None:
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
-def _package_reasons() -> list[str]:
+def package_reasons() -> list[str]:
     """Reasons why the installed Triton, or none, does not do."""
     installed = _version()
     if installed is None:

@@ -28,6 +28,7 @@ from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.names import ConfigHolder, key_is_of, register_config_holder
 from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.hook import Hook
+from tilewright.ops.utils.target import active_target
 from tilewright.ops.utils.untraced import measurement_lock
 
 logger = logging.getLogger(__name__)
@@ -201,6 +202,8 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
 
     def remember(self, selection: Selection) -> None:
         """Puts a choice into the memory cache; a guess never replaces a measured config."""
+        if selection.step in _UNTUNED and _assumes_packages():
+            return
         if selection.step in _GUESSES:
             with self._remembering:
                 if self.cache.get(selection.key) is None:
@@ -247,7 +250,10 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         return None if found is None else found.config
 
     def _memory(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
-        return None if self.cache.origin(inv.key) in _GUESSES else self.cache.get(inv.key)
+        origin = self.cache.origin(inv.key)
+        # Of a shipped table's entry the best config depends on the packages that are installed.
+        is_for_here = origin in _GUESSES or (origin in _UNTUNED and _assumes_packages())
+        return None if is_for_here else self.cache.get(inv.key)
 
     def _disk(self, inv: Invocation[Any, Any], overrides: Overrides) -> Any:
         # Reading a config may load all backends, so look for a file first.
@@ -413,6 +419,12 @@ def measured_sources(inv: Invocation[Any, Any], configs: Iterable[Any]) -> str:
     """A hash of the code that the measurements of several configs depend on."""
     sources = sorted({inv.kernel.source(config) for config in configs})
     return hashlib.sha256(" ".join(sources).encode()).hexdigest()
+
+
+def _assumes_packages() -> bool:
+    """True if choices count packages as installed that may not be, so that no cache may hold them."""
+    target = active_target()
+    return target is not None and bool(target.packages)
 
 
 def _refusal(lock: ActiveLock, inv: Invocation[Any, Any]) -> str:

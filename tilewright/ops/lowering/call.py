@@ -18,6 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
+from tilewright.errors import TargetDeviceError
 from tilewright.ops.config.agreement import run_by
 from tilewright.ops.config.chooser import ConfigChooser, Selection
 from tilewright.ops.config.context import Overrides
@@ -264,11 +265,17 @@ def code_of(
 ) -> Callable[..., list[Any]]:
     """A call's stage with a config as a function of the flat operands, lowered once for all programs."""
     known = KnownProgram(call.program(cfg, avals, mapped, device))
-    results = known.results
+    inspected = call.selector.overrides.token is not None
+    try:
+        results = known.results
+    except TargetDeviceError:  # its packages are on the target alone
+        if not inspected:
+            raise
+        results = known_results(call, avals, mapped, device)
     picked = call.picked(results)
     # If the program is lowered only for inspection, only its labels are read. Lowering the call's code would take
     # seconds and may need packages that are not installed.
-    only_inspected = call.selector.overrides.token is not None and _is_opaque(results)
+    only_inspected = inspected and _is_opaque(results)
 
     def code(*operands: jax.Array) -> list[Any]:
         if only_inspected:

@@ -52,6 +52,8 @@ def _steps(loop: Any) -> int:
     if "LT" not in str(compared.attributes["comparison_direction"]):
         return 1
     bound: Any = compared.operands[1].owner
+    while getattr(bound, "name", "") == "sdy.sharding_constraint":  # on explicit mesh axes
+        bound = bound.operands[0].owner
     value = str(bound.attributes["value"]) if getattr(bound, "name", "") in _CONSTANTS else ""
     digits = value.partition("<")[2].partition(">")[0]
     return max(int(digits), 1) if digits.isdecimal() else 1

@@ -59,14 +59,18 @@ _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
 
 
 def describe_key(key: object) -> str:
-    """Formats the arguments in a call's key: ``f32[1,512,8,64] f32[1,512,2,64]×2 CausalMask softmax_scale=0.125``.
+    """Formats the arguments in a call's key: ``f32[1,512,8,64] f32[1,512,2,64]×2 mask=causal softmax_scale=0.125``.
 
     Arguments that are ``None``, false or zero are left out. A key of any other form is returned as its ``str``.
     """
     try:
         parsed = json.loads(key) if isinstance(key, str) else {}
         arguments = _tagged(parsed["args"])
-        options = [f"{name}={' '.join(words)}" for name, value in parsed["kwargs"].items() if (words := _tagged(value))]
+        options = [
+            f"{name}={' '.join(words)}"
+            for name, value in parsed["kwargs"].items()
+            if (words := _tagged(value, name.rpartition("_")[2].capitalize()))
+        ]
         mapped = [f"× {size} mapped" for size, _ in parsed.get("mapped", ())]
     except (TypeError, ValueError, KeyError):
         return str(key)
@@ -74,8 +78,16 @@ def describe_key(key: object) -> str:
     return " ".join([word if count == 1 else f"{word}×{count}" for word, count in runs] + options + mapped)
 
 
-def _tagged(value: object) -> list[str]:
-    """Returns the words for one value in the tagged JSON of ``ops.utils.serialize``."""
+def _is_list(value: object) -> bool:
+    return isinstance(value, list) or (isinstance(value, dict) and "$tuple" in value)
+
+
+def _tagged(value: object, kind: str = "") -> list[str]:
+    """Returns the words for one value in the tagged JSON of ``ops.utils.serialize``.
+
+    Args:
+      kind: a word that the names of its classes end with, and that need not be repeated: "Mask" for ``mask``.
+    """
     match value:
         case None | False | 0:
             return []
@@ -87,13 +99,18 @@ def _tagged(value: object) -> list[str]:
                 f"{_SHORT.get(letters, letters)}{str(dtype)[len(letters) :]}[{','.join(str(size) for size in shape)}]"
             ]
         case {"$dataclass": str(name), "fields": dict(fields)}:
-            inside = [f"{field}={' '.join(words)}" for field, part in fields.items() if (words := _tagged(part))]
-            short = re.split(r"[:./]", name)[-1]
+            short = re.split(r"[:./]", name)[-1].removesuffix(kind)
+            short = short.lower() if kind else short
+            parts = {field: _tagged(part, kind) for field, part in fields.items()}
+            if any(parts.values()):  # a zero beside another number has a meaning: the one side of a window
+                parts |= {field: ["0"] for field, part in fields.items() if part == 0 and part is not False}
+            whole = [", ".join(words) for field, words in parts.items() if _is_list(fields[field])]
+            inside = whole if len(parts) == 1 and whole else [f"{k}={' '.join(v)}" for k, v in parts.items() if v]
             return [f"{short}({', '.join(inside)})" if inside else short]
         case {"$enum": _, "name": str(name)}:
             return [name.lower()]
         case dict():
-            return [word for part in value.values() for word in _tagged(part)]
+            return [word for part in value.values() for word in _tagged(part, kind)]
         case list():
-            return [word for part in value for word in _tagged(part)]
+            return [word for part in value for word in _tagged(part, kind)]
     return [str(value)]

@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 import jax
@@ -19,6 +20,18 @@ from tilewright.ops.utils.topology import compile_only_devices
 
 AXIS = "target_device"
 """The name of the axis of the mesh in force; it appears in JAX's errors about what cannot run on the target."""
+
+EXTRAS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "cuda12": frozenset({"cudnn"}),  # its wheels hold no nvcc
+        "cuda13": frozenset({"cudnn", "nvcc"}),
+        "cudnn": frozenset({"cudnn"}),
+        "fa4": frozenset({"fa4"}),
+        "nvcc": frozenset({"nvcc"}),
+        "triton": frozenset({"triton"}),
+    }
+)
+"""Packages that backends need and a target may have, and extras of this package with those that they bring."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,10 +54,12 @@ class Target:
     Attributes:
       known: the device's specifications.
       count: the number of devices that programs run on.
+      packages: what is taken for installed there, whether it is here or not: "cudnn", "fa4", "nvcc" or "triton".
     """
 
     known: KnownDevice
     count: int
+    packages: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -118,27 +133,72 @@ def active_target() -> Target | None:
     return _contexts[0].value if _contexts else None
 
 
-def target_device(name: str, count: int = 1) -> contextlib.AbstractContextManager[Target]:
+def is_assumed(package: str) -> bool:
+    """True if the target in force is said to have a package, so that nobody need look for it here."""
+    target = active_target()
+    return target is not None and package in target.packages
+
+
+def check_is_here(package: str, missing: Sequence[str]) -> None:
+    """Raises if a package is missing that the target in force is said to have: code can be made only with it.
+
+    Args:
+      missing: the reasons why it cannot be used here; empty if it can.
+
+    Raises:
+      TargetDeviceError: it is missing.
+    """
+    target = active_target()
+    if target is not None and missing and package in target.packages:
+        raise TargetDeviceError(
+            f"target_device({target.name!r}, extras=...) says that {package} is installed there, and a call would run "
+            f"with it; to lower the call it must be installed here too: {'; '.join(missing)}. tilewright.explain works "
+            "without it"
+        )
+
+
+def target_device(
+    name: str, count: int = 1, *, extras: Sequence[str] = ()
+) -> contextlib.AbstractContextManager[Target]:
     """Context manager: lowers, explains and compiles programs for a device that is not present.
 
-    Every choice is made as on that device, with the packages installed here. Nothing is run, measured, tuned or stored:
-    ``jax.jit(f).lower(...)`` and ``tilewright.explain`` work, calls of kernels and of compiled functions raise. Create
-    arrays outside of the context, or use ``jax.ShapeDtypeStruct``.
+    Every choice is made as on that device, with the packages installed here and with ``extras``. Nothing is run,
+    measured, tuned or stored: ``jax.jit(f).lower(...)`` and ``tilewright.explain`` work, calls of kernels and of
+    compiled functions raise. Create arrays outside of the context, or use ``jax.ShapeDtypeStruct``.
 
     Args:
       name: JAX's name of the device (``jax.Device.device_kind``), such as "NVIDIA H200" or "TPU v5e".
       count: the number of devices; see ``Target.make_mesh``.
+      extras: what is installed on that machine though it may be missing here: "cudnn", "fa4", "nvcc" or "triton", or
+        "cuda12" and "cuda13" for what these extras of this package bring. ``explain`` then says what runs there.
+        Lowering a call that would run with such a package needs the package here too.
 
     Raises:
-      ValueError: no device of this name is known, or ``count`` is less than 1.
-      TypeError: ``name`` is not a string or ``count`` is not an integer.
+      ValueError: no device of this name is known, ``count`` is less than 1, or an extra is unknown.
+      TypeError: ``name`` is not a string, ``count`` is not an integer, or ``extras`` is a single string.
     """
     known = find_device(name)
     if isinstance(count, bool) or not isinstance(count, int):
         raise TypeError(f"{count=} must be an integer")
     if count < 1:
         raise ValueError(f"{count=} must be at least 1")
-    return _entered(Target(known, count))
+    return _entered(Target(known, count, packages_of(extras)))
+
+
+def packages_of(extras: Sequence[str]) -> frozenset[str]:
+    """The packages that the ``extras`` of ``target_device`` stand for.
+
+    Raises:
+      ValueError: one of them is unknown.
+      TypeError: they are a single string.
+    """
+    if isinstance(extras, str):
+        raise TypeError(f"{extras=} must be a tuple of names, such as {(extras,)}")
+    unknown = [each for each in extras if each not in EXTRAS]
+    if unknown:
+        names = ", ".join(map(repr, unknown))
+        raise ValueError(f"nothing that backends need is called {names}; extras are names of {', '.join(EXTRAS)}")
+    return frozenset().union(*(EXTRAS[each] for each in extras))
 
 
 @contextlib.contextmanager

@@ -76,15 +76,17 @@ class CudaFlashAttention(Backend[AttentionInputs, Results, CudaForwardParams, Cu
 
     def reasons(self, inputs: AttentionInputs, device: Device, direction: Direction) -> list[str]:
         if device.kind != "gpu" or device.capability is None:
-            return [f"needs a CUDA GPU whose compute capability is known, got {device.name} ({device.capability=})"]
+            return [f"needs a CUDA GPU whose compute capability is known, got {device.described}"]
         reasons = []
         if inputs.dtype not in DTYPES:
-            reasons.append(f"computes in float32, float16 or bfloat16, got {inputs.dtype=}")
+            reasons.append(f"computes in float32, float16 or bfloat16, got dtype={inputs.dtype}")
         if inputs.bias is not None and inputs.bias.dtype == np.float64:
             reasons.append("a bias is added in float32, got float64")
         widest = max(inputs.head_dim, inputs.value_dim) + VECTOR_BYTES
         if inputs.heads * widest >= INT32_LIMIT or max(inputs.q_length, inputs.kv_length) >= 1 << 29:
-            reasons.append(f"rows and lengths must be counted by 32 bits, got {inputs.score_shape=}, {widest=}")
+            reasons.append(
+                f"rows and lengths must be counted by 32 bits, got score_shape={inputs.score_shape}, {widest=}"
+            )
         # Without elements no kernel runs, so no variant has to fit.
         if reasons or 0 in (*inputs.score_shape, inputs.head_dim, inputs.value_dim):
             return reasons

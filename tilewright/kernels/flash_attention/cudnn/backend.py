@@ -34,6 +34,7 @@ from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.xla_flags import wants_repeatable
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
+from tilewright.ops.utils.target import is_assumed
 
 MIN_VERSION = 91002
 """cuDNN 9.10.2: the two previous releases are known to be wrong, and older ones support varying subsets."""
@@ -139,10 +140,10 @@ class CudnnFlashAttention(Backend[AttentionInputs, Results, CudnnForwardParams, 
 
     def reasons(self, inputs: AttentionInputs, device: Device, direction: Direction) -> list[str]:
         if device.kind != "gpu" or device.capability is None or device.capability < (8, 0):
-            return [f"needs a CUDA GPU of compute capability 8.0 or up, got {device.name} ({device.capability=})"]
-        reasons = _version_reasons(device.capability)
+            return [f"needs a CUDA GPU of compute capability 8.0 or up, got {device.described}"]
+        reasons = [] if is_assumed("cudnn") else _version_reasons(device.capability)
         if inputs.dtype not in MIN_LOGIT:
-            reasons.append(f"computes in float16 or bfloat16, got {inputs.dtype=}")
+            reasons.append(f"computes in float16 or bfloat16, got dtype={inputs.dtype}")
         if inputs.softmax_scale == 0:
             reasons.append("a scale of 0 leaves no logit to be masked")
         if 0 in (*inputs.score_shape, inputs.head_dim, inputs.value_dim):
@@ -225,9 +226,12 @@ def _bias_reasons(inputs: AttentionInputs) -> list[str]:
         return []
     reasons = []
     if inputs.bias.dtype != inputs.dtype:
-        reasons.append(f"adds a bias only of the query's dtype, got {inputs.bias.dtype=}, {inputs.dtype=}")
+        reasons.append(
+            f"adds a bias only of the query's dtype, got bias.dtype={inputs.bias.dtype}, dtype={inputs.dtype}"
+        )
     if inputs.q_length % 2 or inputs.kv_length % 2:
-        reasons.append(f"adds a bias only where both lengths are even, got {inputs.q_length=}, {inputs.kv_length=}")
+        lengths = f"q_length={inputs.q_length}, kv_length={inputs.kv_length}"
+        reasons.append(f"adds a bias only where both lengths are even, got {lengths}")
     return reasons
 
 

@@ -52,16 +52,16 @@ class Fa4FlashAttention(Backend[AttentionInputs, Results, Fa4ForwardParams, Fa4B
 
     def reasons(self, inputs: AttentionInputs, device: Device, direction: Direction) -> list[str]:
         if device.kind != "gpu" or device.capability is None or device.capability[0] != 9:
-            return [f"is for GPUs of compute capability 9.x alone, got {device.name} ({device.capability=})"]
+            return [f"needs a GPU of compute capability 9.x, got {device.described}"]
         reasons = cute.package_reasons()
         if inputs.dtype not in DTYPES:
-            reasons.append(f"computes in float16 or bfloat16, got {inputs.dtype=}")
+            reasons.append(f"computes in float16 or bfloat16, got dtype={inputs.dtype}")
         if inputs.softmax_scale == 0:
             reasons.append("a scale of 0 leaves no logit to be masked")
         if 0 in (*inputs.score_shape, inputs.head_dim, inputs.value_dim):
             return reasons
         if max(inputs.head_dim, inputs.value_dim) > WIDEST:
-            dims = f"{inputs.head_dim=}, {inputs.value_dim=}"
+            dims = f"head_dim={inputs.head_dim}, value_dim={inputs.value_dim}"
             reasons.append(f"a head has up to {WIDEST} elements, got {dims}")
         return reasons + Fa4Mask.of(inputs.mask, inputs.q_length, inputs.kv_length).reasons()
 

@@ -16,9 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams
+from tilewright.ops.utils.target import check_is_here, is_assumed
 
 MIN_VERSIONS = {"flash-attn-4": "4.0.0b36", "quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}
 """Minimum versions, the first that were tested: the kernels' arguments change from one beta to the next."""
+
+INSTALL = "pip install 'tilewright[fa4]'"
 
 KERNELS = {
     "forward": ("flash_fwd_sm90", "FlashAttentionForwardSm90"),
@@ -34,15 +37,17 @@ type Lengths = tuple[jax.Array | None, jax.Array | None]
 @functools.cache
 def missing_packages() -> tuple[str, ...]:
     """Reasons why the packages cannot be used, by their versions."""
-    reasons = []
+    reasons, absent = [], []
     for name, min_version in MIN_VERSIONS.items():
         version = _installed_version(name)
         if version is None:
-            reasons.append(f"needs the package {name} {min_version} or later (extra fa4), which is not installed")
+            absent.append(name)
         elif _version_key(version) < _version_key(min_version):
-            reasons.append(f"needs {name} {min_version} or later, got {version}")
+            reasons.append(f"needs {name} {min_version} or later, got {version}: {INSTALL}")
     if _installed_version("torch") is None:  # flash-attn-4 imports it, of any version
-        reasons.append("needs the package torch (extra fa4), which is not installed")
+        absent.append("torch")
+    if absent:
+        reasons.append(f"needs {', '.join(absent)}: {INSTALL}")
     return tuple(reasons)
 
 
@@ -74,6 +79,8 @@ def package_reasons() -> list[str]:
 
     Every call on a Hopper GPU needs these reasons, and loading takes a quarter of a minute, since it imports PyTorch.
     """
+    if is_assumed("fa4"):
+        return []
     return [*missing_packages()] or [f"FlashAttention-4 cannot be loaded: {error}" for error in _LOAD_ERRORS]
 
 
@@ -105,7 +112,9 @@ def kernels() -> _Kernels:
 
     Raises:
       ImportError: the packages cannot be imported or have changed; recorded as a reason from then on.
+      TargetDeviceError: they are missing here, and the target in force is said to have them.
     """
+    check_is_here("fa4", missing_packages())
     try:
         return _loaded()
     except Exception as error:  # importing these packages runs their code, which may fail in any way

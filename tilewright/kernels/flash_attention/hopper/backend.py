@@ -180,7 +180,9 @@ class PallasGpuFlashAttention(Backend[AttentionInputs, Results, HopperForwardPar
     def reasons(self, inputs: AttentionInputs, device: Device, direction: Direction) -> list[str]:
         reasons = device_reasons(device) + dtype_reasons(inputs)
         if max(inputs.head_dim, inputs.value_dim) > HEAD_DIMS[-1]:
-            reasons.append(f"head dims go to {HEAD_DIMS[-1]}, got {inputs.head_dim=}, {inputs.value_dim=}")
+            reasons.append(
+                f"head dims go to {HEAD_DIMS[-1]}, got head_dim={inputs.head_dim}, value_dim={inputs.value_dim}"
+            )
         if inputs.bias is not None and inputs.bias.dtype == np.float64:
             reasons.append("a bias is added in float32, got float64")
         reasons += position_bias_reasons(inputs.position_bias, inputs.softmax_scale)

@@ -54,14 +54,18 @@ class TritonFlashAttention(Backend[AttentionInputs, Results, TritonForwardParams
     def reasons(self, inputs: AttentionInputs, device: Device, direction: Direction) -> list[str]:
         reasons = unavailable(device)
         if inputs.dtype not in DTYPES:
-            reasons.append(f"computes in float32, float16 or bfloat16, got {inputs.dtype=}")
+            reasons.append(f"computes in float32, float16 or bfloat16, got dtype={inputs.dtype}")
         if max(inputs.head_dim, inputs.value_dim) > MAX_HEAD_DIM:
-            reasons.append(f"head dims go to {MAX_HEAD_DIM}, got {inputs.head_dim=}, {inputs.value_dim=}")
+            reasons.append(
+                f"head dims go to {MAX_HEAD_DIM}, got head_dim={inputs.head_dim}, value_dim={inputs.value_dim}"
+            )
         if inputs.bias is not None and inputs.bias.dtype == np.float64:
             reasons.append("a bias is added in float32, got float64")
         widest, longest = max(inputs.head_dim, inputs.value_dim), max(inputs.q_length, inputs.kv_length)
         if inputs.heads * widest * longest >= INT32_LIMIT:
-            reasons.append(f"elements of a sequence must be counted by 32 bits, got {inputs.score_shape=}, {widest=}")
+            reasons.append(
+                f"elements of a sequence must be counted by 32 bits, got score_shape={inputs.score_shape}, {widest=}"
+            )
         return reasons
 
     def candidates(

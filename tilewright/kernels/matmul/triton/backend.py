@@ -55,7 +55,7 @@ class _TritonBackend(MatmulBackend[Any, Any], abc.ABC):
         if inputs.precision is not None and not isinstance(inputs.precision, jax.lax.Precision):
             reasons.append(f"it takes a jax.lax.Precision, got {inputs.precision}")
         if inputs.k * inputs.n > MAX_INT32:
-            reasons.append(f"elements of a matrix must be counted by 32 bits, got {inputs.k=}, {inputs.n=}")
+            reasons.append(f"elements of a matrix must be counted by 32 bits, got k={inputs.k}, n={inputs.n}")
         return reasons
 
     def candidates(self, inputs: MatmulInputs, device: Device, direction: Direction) -> Iterable[Params]:

@@ -56,7 +56,7 @@ class TritonNorm(Backend[NormInputs, NormResults, NormForwardParams, NormBackwar
             if x is not None and x.dtype.name not in ("float16", "bfloat16", "float32"):
                 reasons.append(f"{name} must be float16, bfloat16 or float32, not {x.dtype}")
         if inputs.rows > MAX_ROWS:
-            reasons.append(f"{inputs.rows=} must be at most {MAX_ROWS}")
+            reasons.append(f"rows={inputs.rows} must be at most {MAX_ROWS}")
         return reasons
 
     def heuristic(self, inputs: NormInputs, device: Device, direction: Direction) -> Params:

@@ -113,9 +113,11 @@ class CudaPackedAttention(InferenceBackend[PagedInputs, Results, CudaPackedParam
     def forward_reasons(self, inputs: PagedInputs, device: Device) -> list[str]:
         why = packed_reasons(inputs, device)
         if not inputs.softmax_scale > 0:
-            why.append(f"needs a positive scale, got {inputs.softmax_scale=}")
+            why.append(f"needs a positive scale, got softmax_scale={inputs.softmax_scale}")
         if max(inputs.num_pages * inputs.page_size, inputs.tokens * inputs.heads) >= COUNT_LIMIT:
-            why.append(f"rows must be counted by 32 bits, got {inputs.num_pages=}, {inputs.page_size=}")
+            why.append(
+                f"rows must be counted by 32 bits, got num_pages={inputs.num_pages}, page_size={inputs.page_size}"
+            )
         # Without elements no kernel runs, so no variant has to fit.
         if why or 0 in (inputs.tokens, inputs.num_pages, inputs.sequences, inputs.capacity):
             return why

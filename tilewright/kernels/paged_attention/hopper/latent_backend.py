@@ -70,15 +70,15 @@ class PallasGpuPagedAttention(InferenceBackend[PagedInputs, Results, HopperLaten
         if inputs.latent_dim is None or (inputs.head_dim, inputs.value_dim) != (LATENT_DIM, VALUE_DIM):
             why.append(
                 f"serves latents of {LATENT_DIM} whose first {VALUE_DIM} elements are the value, "
-                f"got {inputs.head_dim=}, {inputs.value_dim=}, {inputs.latent_dim=}"
+                f"got head_dim={inputs.head_dim}, value_dim={inputs.value_dim}, latent_dim={inputs.latent_dim}"
             )
         why += dtype_reasons(inputs)
         if inputs.key.dtype != inputs.dtype:
-            why.append(f"takes latents in the query's dtype, got {inputs.kv_dtype=}")
+            why.append(f"takes latents in the query's dtype, got kv_dtype={inputs.kv_dtype}")
         if inputs.page_table is None or inputs.cum_q_lens is not None or inputs.kv_heads != 1:
             why.append("takes a page table, equally many query tokens of every sequence, and one latent for all heads")
         if inputs.page_size % BLOCK_K:
-            why.append(f"a page must have a multiple of {BLOCK_K} tokens, got {inputs.page_size=}")
+            why.append(f"a page must have a multiple of {BLOCK_K} tokens, got page_size={inputs.page_size}")
         return why
 
     def candidates(self, inputs: PagedInputs, device: Device, direction: Direction) -> list[HopperLatentParams]:

@@ -61,9 +61,9 @@ class TritonPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
             why.append(f"float8_e4m3fn needs compute capability 8.9, this device has {device.capability}")
         main, rest = _dims(inputs.head_dim, inputs.value_dim, inputs.latent_dim is not None)
         if max(main, inputs.value_dim) > LARGEST_DIM or rest > 128:
-            why.append(f"{inputs.head_dim=} and {inputs.value_dim=} must be at most {LARGEST_DIM}")
+            why.append(f"head_dim={inputs.head_dim} and value_dim={inputs.value_dim} must be at most {LARGEST_DIM}")
         if inputs.dtype.itemsize > 2 and max(inputs.head_dim, inputs.value_dim) > 256:
-            why.append(f"in float32 {inputs.head_dim=} and {inputs.value_dim=} must be at most 256")
+            why.append(f"in float32 head_dim={inputs.head_dim} and value_dim={inputs.value_dim} must be at most 256")
         return why
 
     def heuristic(self, inputs: PagedInputs, device: Device, direction: Direction) -> FwdParams:
