@@ -28,7 +28,7 @@ LAYERS = (
     ("tilewright.ops.config",),
     ("tilewright.ops.lowering",),
     ("tilewright.ops.tuning",),
-    ("tilewright.ops.executor", "tilewright.ops.batch", "tilewright.ops.program"),
+    ("tilewright.ops.executor", "tilewright.ops.explained", "tilewright.ops.batch", "tilewright.ops.program"),
     ("tilewright.ops",),
 )
 

@@ -18,7 +18,7 @@ INSTALL = "pip install 'tilewright[triton]'"
 
 def unavailable(device: Device) -> list[str]:
     """Every reason why no Triton kernel can run on a device; empty if one can."""
-    reasons = [] if is_assumed("triton") else package_reasons()
+    reasons = [] if is_assumed("triton") else list(package_reasons())
     if device.kind != "gpu" or device.capability is None or device.capability < MIN_CAPABILITY:
         needed = _dotted(MIN_CAPABILITY)
         reasons.append(f"needs a CUDA GPU of compute capability {needed} or up, got {device.described}")
