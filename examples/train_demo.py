@@ -30,7 +30,6 @@ from stdlib_text import batches, load_text
 from train_plot import Comparison, plot
 
 import tilewright
-from tilewright.cli.progress import result_table
 from tilewright.modules import flash_attention
 from tilewright.ops import AutotuningResult, PersistentCache
 from tilewright.ops.tuning.progress import progress_for
@@ -76,7 +75,7 @@ def tune(console: Console, step: Callable[..., Any], *args: Any, budget_s: float
     console.rule("tuning the train step")
     with progress_for(console.file) as on_event:
         result = tilewright.tune(step, *args, budget_s=budget_s, on_event=on_event)
-    console.print(result_table(result, "what each call will run with"))
+    print(result)
     known = sum(1 for call in result if call.step != "measured")
     place = PersistentCache().path
     if known == len(result):

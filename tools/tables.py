@@ -17,8 +17,7 @@ from typing import Any
 
 from tilewright.cli.device import here
 from tilewright.cli.mistakes import first_line
-from tilewright.cli.output import FAILED, INTERRUPTED, complain, counted, stdout
-from tilewright.cli.progress import result_table
+from tilewright.cli.output import FAILED, INTERRUPTED, complain, counted
 from tilewright.cli.targets import find_op, op_call
 from tilewright.kernels import OPS, kernel
 from tilewright.ops import AutotuningResult, Invocation, Tuner, device_fingerprint, use_lock
@@ -81,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if interrupted:
                 break
     if recorded:
-        stdout().print(result_table(AutotuningResult(tuple(recorded), device=device)))
+        print(AutotuningResult(tuple(recorded), device=device))
     print(f"{counted(wanted, 'entry', 'entries')} missing or stale, {len(recorded)} of them recorded in {file}")
     if interrupted:
         complain(f"interrupted; {file} has what was measured")

@@ -21,6 +21,7 @@ from tilewright.cli.entries import entry_id, find_entry, full_id
 from tilewright.cli.functions import import_named
 from tilewright.cli.options import CallOptions
 from tilewright.ops import FwdParams, PersistentCache
+from tilewright.ops.utils.text import as_text, lines, plain_console, table
 
 COMMAND = [sys.executable, "-m", "tilewright"]
 SHAPE = ["--shape", "1,64,2,16"]
@@ -53,12 +54,13 @@ def test_no_help_text_is_read_as_markup():
 
 def test_what_is_printed_keeps_brackets_and_colons(capsys):
     hostile = r"tilewright[triton] [batch, heads] \[x] [bold]no[/bold] [/] :smile: [link=x]"
-    made = output.table(hostile, "a", "b [c]", unwrapped=("a", "b [c]"))
-    made.add_row(hostile, output.lines((hostile, "dim"), ("→", "bold")))
+    made = table(hostile, "a", "b [c]", unwrapped=("a", "b [c]"))
+    made.add_row(hostile, lines((hostile, "dim"), ("→", "bold")))
     output.stdout().print(made)
-    text = capsys.readouterr().out
-    assert text.count(hostile) == 3
-    assert "b [c]" in text
+    printed = capsys.readouterr().out
+    assert printed.count(hostile) == 3
+    assert "b [c]" in printed
+    assert as_text(made).count(hostile) == 3
 
 
 def test_an_explanation_keeps_the_brackets_of_its_hints(monkeypatch):
@@ -221,7 +223,6 @@ def test_an_id_is_the_beginning_of_the_digits_in_the_name_of_a_file(cache_direct
 
 def test_the_ids_that_are_listed_are_whole_in_a_narrow_terminal(cache_directory, monkeypatch):
     from tilewright.cli.entries import entries_table
-    from tilewright.ops.tuning.progress import plain_console
 
     entry = entry_of(PersistentCache(cache_directory), "one_operation_with_a_long_name")
     stream = io.StringIO()

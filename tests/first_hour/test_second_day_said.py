@@ -1,5 +1,6 @@
 """What a newcomer reads on the second day: explanations, for this machine and another one, and measurements."""
 
+import dataclasses
 import importlib.metadata
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import typer.testing
 
 import tilewright
+from tilewright.cli import benching
 from tilewright.cli.app import app
 from tilewright.errors import TargetDeviceError
+from tilewright.kernels import OPS, kernel
 from tilewright.kernels.cuda import toolchain
 from tilewright.kernels.flash_attention.fa4 import cute
 from tilewright.kernels.triton import requirements
@@ -177,3 +180,51 @@ def test_no_objects_and_no_repeated_lines(name):
     for block in text.split("\n  forward:"):
         lines = block.splitlines()
         assert len(lines) == len(set(lines))
+
+
+# Measurements.
+
+
+def test_bench_compares_every_op_with_what_a_program_would_have_in_its_place():
+    for name in OPS:
+        op = kernel(name)
+        first, *others = benching.measure(name, op.cases.small, backward=op.differentiable, iters=1)
+        assert first.implementation.startswith("tilewright ")
+        peers = [m for m in others if not m.implementation.startswith("tilewright ")]
+        assert [m for m in peers if m.time_ms], name
+        assert not any(m.failed for m in others), name
+
+
+def test_bench_says_which_way_is_better():
+    call = ("bench", "rms_norm", "--shape", "8,64", "--iters", "2", "--no-backward")
+    code, text = command(*call)
+    assert code == 0
+    assert "plain jax.numpy" in text
+    assert "baseline" in text
+    assert "time: lower is better; speedup over the baseline and GFLOP/s: higher is better" in text
+
+
+def test_a_formula_that_would_fill_the_memory_is_not_run():
+    case = dataclasses.replace(kernel("flash_attention").cases.small, name="long", q_length=32768, logits_soft_cap=3.0)
+    positional, keywords = case.abstract_arguments()
+    assert "gigabytes" in benching.plain_formula(kernel("flash_attention"), positional, keywords)
+
+
+def test_a_tuning_prints_as_the_command_prints_it(capsys):
+    x = jnp.ones((8, 64))
+    tuner = tilewright.ops.Tuner(warmup=0, iters=1)
+    chooser = tilewright.ops.ConfigSelectorChain()
+    result = tilewright.tune(lambda x: rms_norm(x), x, tuner=tuner, chooser=chooser, call_budget_s=5)
+    print(result)
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert lines[0].strip() == "tuned calls"
+    better = "time: lower is better; speedup over the heuristic: higher is better"
+    for word in ("rms_norm forward", "f32[8,64]", "→ xla", "call, and what it will run with", better):
+        assert word in text
+    assert "TunedCall" not in text
+    code, said = command("tune", "rms_norm", "--shape", "8,64", "--no-backward", "--isolation", "none")
+    assert code == 0
+    assert better in said
+    assert "call, and what it will run with" in said
+    assert str(tilewright.ops.AutotuningResult()) == "no call was tuned"

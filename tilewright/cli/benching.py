@@ -19,19 +19,28 @@ from tilewright.cli.device import here
 from tilewright.cli.files import check_new_file, writing
 from tilewright.cli.mistakes import first_line, user_code, user_mistakes
 from tilewright.cli.options import CallOptions
-from tilewright.cli.output import Failure, Interrupted, counted, stderr, stdout, table
+from tilewright.cli.output import Failure, Interrupted, counted, stderr, stdout
 from tilewright.cli.targets import NamedCall, find_op, flat_call, is_function, named_calls, op_cases
 from tilewright.errors import TilewrightError, UnsupportedError
 from tilewright.kernels import function, kernel
+from tilewright.kernels.op.cases import Peer
+from tilewright.kernels.op.portfolio import Portfolio
 from tilewright.ops.kernel.arrays import random_array, split
 from tilewright.ops.kernel.candidates import Timing
-from tilewright.ops.kernel.prepared import prepared
-from tilewright.ops.tuning.progress import is_interactive, milliseconds
+from tilewright.ops.kernel.prepared import prepare, prepared
+from tilewright.ops.tuning.progress import is_interactive
 from tilewright.ops.tuning.timing import time_interleaved
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
+from tilewright.ops.utils.text import milliseconds, table
 
 WARMUP = 2
+
+OURS = "tilewright "
+"""The first word of the name of each backend."""
+
+PLAIN = "plain jax.numpy"
+"""The name of the formula that stands for an op's peers where it has none that can run a case."""
 
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, TilewrightError)
 """Exceptions of compiling or running one implementation after which the others are still measured."""
@@ -132,11 +141,15 @@ def measure(target: str, case: Any, *, backward: bool, iters: int) -> list[Measu
     """Times every backend that can serve a case, and its peers, interleaved."""
     with user_mistakes(case.name):
         positional, keywords = case.arguments()
+    op = kernel(target)
     flops, backends = costs_and_backends(target, positional, keywords, backward)
     contenders: dict[str, Callable[..., Any] | str] = {
-        f"tilewright {name}": functools.partial(function(target), platform=word) for name, word in backends.items()
+        f"{OURS}{name}": functools.partial(function(target), platform=word) for name, word in backends.items()
     }
-    contenders |= {name: peer(case) for name, peer in kernel(target).cases.peers.items()}
+    peers = {name: peer(case) for name, peer in op.cases.peers.items()}
+    if all(isinstance(peer, str) for peer in peers.values()):
+        peers[PLAIN] = plain_formula(op, positional, keywords)
+    contenders |= peers
     remarks = {name: contender for name, contender in contenders.items() if isinstance(contender, str)}
     runnable: dict[str, Callable[[], Any]] = {}
     failures: dict[str, str] = {}
@@ -162,6 +175,19 @@ def measure(target: str, case: Any, *, backward: bool, iters: int) -> list[Measu
         )
         for name in contenders
     ]
+
+
+def plain_formula(op: Portfolio[Any, Any], positional: tuple[Any, ...], keywords: dict[str, Any]) -> Peer | str:
+    """An op's formula in plain ``jax.numpy``, in the arrays' dtypes; or the reason why that cannot run a call."""
+    inv, _ = prepared(op, positional, keywords, concrete=False)
+    if op.oracle_parts(inv):
+        return "its scores, which it has in memory, would take gigabytes"
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        given, named = prepare(op, args, kwargs)
+        return op.reference(*given, **named)
+
+    return plain
 
 
 def costs_and_backends(
@@ -191,25 +217,30 @@ def _bound(
 
 
 def measurements_table(target: str, found: list[Measurement]) -> Any:
-    """A table with a row per measurement; ratios are to the peer's time on the same case."""
-    title, figures = f"{target} on {current_device().name}", ("time", "± ms", "of JAX's", "GFLOP/s")
+    """A table with a row per measurement; speedups are over the first peer that ran the same case."""
+    title, figures = f"{target} on {current_device().name}", ("time", "± ms", "speedup", "GFLOP/s")
     if is_function(target):
-        rows = table(title, "arrays", "time", "± ms", right=figures)
+        rows = table(f"{title} (time: lower is better)", "arrays", "time", "± ms", right=figures)
         for m in found:
             rows.add_row(m.case, milliseconds(m.time_ms), f"{m.timing.noise_ms:.2g}" if m.timing else "")
         return rows
-    peers = kernel(target).cases.peers
     rows = table(title, "case", "stage", "implementation", *figures, "remark", right=figures)
-    by_peer = {(m.case, m.stage): m.time_ms for m in found if m.implementation in peers}
+    rows.caption = "time: lower is better; speedup over the baseline and GFLOP/s: higher is better"
+    rows.caption_justify = "left"
+    baselines: dict[tuple[str, str], Measurement] = {}
     for m in found:
-        peer_ms = by_peer.get((m.case, m.stage))
+        if m.time_ms and not m.implementation.startswith(OURS):
+            baselines.setdefault((m.case, m.stage), m)
+    for m in found:
+        baseline = baselines.get((m.case, m.stage))
+        ratio = f"{baseline.time_ms / m.time_ms:.2f}×" if baseline and baseline.time_ms and m.time_ms else ""
         rows.add_row(
             m.case,
             m.stage,
             m.implementation,
             milliseconds(m.time_ms),
             f"{m.timing.noise_ms:.2g}" if m.timing else "",
-            f"{m.time_ms / peer_ms:.2f}×" if m.time_ms and peer_ms and m.implementation not in peers else "",
+            "baseline" if m is baseline else ratio,
             f"{m.flops / m.time_ms / 1e6:.0f}" if m.time_ms and m.flops else "",
             m.remark,
         )

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tilewright.cli.output import Failure, lines, table
+from tilewright.cli.output import Failure
 from tilewright.ops.config import lockfile
 from tilewright.ops.config.persistent import Entry, PersistentCache
-from tilewright.ops.tuning.progress import milliseconds
 from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.serialize import canonical_json, tagged
+from tilewright.ops.utils.text import lines, milliseconds, table
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -7,8 +7,6 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
 FAILED = 1
 USAGE = 2
@@ -38,9 +36,10 @@ def counted(number: int, singular: str, plural: str = "") -> str:
 
 
 def stdout() -> "Console":
-    """The console for results; wide enough not to cut tables when a program reads them."""
-    console = _console(stderr=False)
-    return console if console.is_terminal else _console(stderr=False, width=200)
+    """The console for results."""
+    from tilewright.ops.utils.text import output_width
+
+    return _console(width=output_width())
 
 
 def stderr() -> "Console":
@@ -49,31 +48,6 @@ def stderr() -> "Console":
 
 
 def _console(**options: Any) -> "Console":
-    from tilewright.ops.tuning.progress import plain_console
+    from tilewright.ops.utils.text import plain_console
 
     return plain_console(**options)
-
-
-def table(title: str, *columns: str, right: tuple[str, ...] = (), unwrapped: tuple[str, ...] = ()) -> "Table":
-    """An empty table. Columns named in ``right`` hold figures; these and those in ``unwrapped`` do not wrap."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    new_table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        figures = column in right
-        new_table.add_column(
-            Text(column),
-            justify="right" if figures else "left",
-            overflow="fold",
-            no_wrap=figures or column in unwrapped,
-        )
-    return new_table
-
-
-def lines(*parts: tuple[str, str]) -> "Text":
-    """Lines of text, each with its style, such as "dim"; none is parsed as markup."""
-    from rich.text import Text
-
-    return Text("\n").join([Text(text, style=style) for text, style in parts])

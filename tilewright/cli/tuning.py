@@ -13,8 +13,7 @@ from tilewright.cli.device import here
 from tilewright.cli.files import check_new_file, writing
 from tilewright.cli.mistakes import first_line, user_mistakes
 from tilewright.cli.options import CallOptions
-from tilewright.cli.output import FAILED, Failure, Interrupted, complain, counted, stdout
-from tilewright.cli.progress import result_table
+from tilewright.cli.output import FAILED, Failure, Interrupted, complain, counted
 from tilewright.cli.targets import named_calls
 from tilewright.ops import (
     AutotuningResult,
@@ -129,7 +128,7 @@ def _lock(file: Path, result: AutotuningResult) -> None:
 def _report(target: str, result: AutotuningResult, began: datetime.datetime) -> int:
     """Prints the result, and returns the number of measured calls that are not on disk."""
     if result.entries:
-        stdout().print(result_table(result))
+        typer.echo(str(result))
     elif not result.interrupted and not result.left_out:
         complain(f"{target} calls no kernel of tilewright; there is nothing to tune")
     _report_left_out(result)

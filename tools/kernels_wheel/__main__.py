@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tilewright.cli.cuda.building import BuildProgress, size_of, terminated_as_interrupted
-from tilewright.cli.output import INTERRUPTED, stderr, stdout, table
+from tilewright.cli.output import INTERRUPTED, stderr, stdout
 from tilewright.kernels.cuda import BuildCache, Group, Values, build, library
 from tilewright.kernels.cuda.build import build_key, shipped_key
 from tilewright.kernels.cuda.cache import LIBRARY, RECORD
@@ -30,6 +30,7 @@ from tilewright.kernels.cuda.requirements import Field
 from tilewright.kernels.cuda.shipped import SCHEMA, ShippedRecord, ffi_version
 from tilewright.kernels.cuda.toolchain import Compiler, find_compiler, headers_version, missing
 from tilewright.ops.types import Device
+from tilewright.ops.utils.text import table
 from tools.kernels_wheel.choosable import CAPABILITIES, choosable_groups
 from tools.kernels_wheel.wheel import platform_tag, write_wheel
 from tools.pages import ROOT

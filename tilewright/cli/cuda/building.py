@@ -13,7 +13,7 @@ import typer
 from tilewright.cli.choices import one_of, suggest
 from tilewright.cli.device import here, named_device
 from tilewright.cli.functions import import_named
-from tilewright.cli.output import FAILED, Interrupted, complain, counted, stderr, stdout, table
+from tilewright.cli.output import FAILED, Interrupted, complain, counted, stderr, stdout
 from tilewright.errors import BuildError
 from tilewright.kernels import cuda_tables
 from tilewright.kernels.cuda import (
@@ -33,6 +33,7 @@ from tilewright.kernels.cuda.devices import architecture, capability_of, parse_a
 from tilewright.kernels.cuda.shipped import shipped_folders
 from tilewright.kernels.cuda.toolchain import missing
 from tilewright.ops.tuning.progress import event_bar, is_interactive
+from tilewright.ops.utils.text import table
 
 if TYPE_CHECKING:
     from rich.console import Console

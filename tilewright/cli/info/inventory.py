@@ -9,12 +9,13 @@ import jax
 from tilewright import __version__
 from tilewright.cli.device import here
 from tilewright.cli.info.probing import ServedBackend, served_backends
-from tilewright.cli.output import Failure, counted, stdout, table
+from tilewright.cli.output import Failure, counted, stdout
 from tilewright.kernels.cuda.shipped import shipped_folders
 from tilewright.kernels.cuda.toolchain import find_compiler, missing
 from tilewright.ops import PersistentCache
 from tilewright.ops.lowering.lowered_files import LoweredFiles
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
+from tilewright.ops.utils.text import table
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -15,7 +15,7 @@ from tilewright.cli.output import counted
 from tilewright.cli.report.calls import ReportedCall
 from tilewright.cli.report.plot import field_plot
 from tilewright.ops.kernel.candidates import Candidate
-from tilewright.ops.tuning.progress import milliseconds
+from tilewright.ops.utils.text import milliseconds
 
 # The table of a call has its MAX_ROWS fastest candidates, and at least BEST_OF_EACH of each implementation.
 MAX_ROWS, BEST_OF_EACH = 60, 3

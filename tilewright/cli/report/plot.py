@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from tilewright.cli.report.calls import ReportedCall
 from tilewright.ops.kernel.candidates import Candidate
-from tilewright.ops.tuning.progress import milliseconds
+from tilewright.ops.utils.text import milliseconds
 
 # If the slowest sample exceeds the fastest by more than this factor, the axis is logarithmic to separate the fast ones.
 LOG_FROM = 6.0

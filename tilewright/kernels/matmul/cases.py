@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.kernels.matmul.inputs import SCALE_BLOCK
-from tilewright.kernels.numerics.activations import ACTIVATIONS, Activation
+from tilewright.kernels.numerics.activations import ACTIVATIONS, Activation, gated
 from tilewright.kernels.op.cases import Arguments, Case, OpCases, Peer, normal, variants
 
 
@@ -76,6 +76,16 @@ def jax_matmul(case: MatmulCase) -> Peer | str:
     return matmul
 
 
+def jax_glu(case: GluCase) -> Peer | str:
+    """Two ``jnp.matmul`` and the activation."""
+
+    def glu(x: Any, gate: Any, up: Any, *, activation: str, transpose_rhs: bool) -> Any:
+        gates, ups = (jnp.matmul(x, each.T if transpose_rhs else each) for each in (gate, up))
+        return gated(activation, gates, ups)
+
+    return glu
+
+
 _GPU = {
     "2k": {"rows": 2048, "k": 2048, "n": 2048},
     "8k": {"rows": 8192, "k": 8192, "n": 8192},
@@ -121,6 +131,7 @@ GLU_CASES = OpCases(
         | {f"`{name}`": {"activation": name} for name in ACTIVATIONS}
         | {"`transpose_rhs`": {"transpose_rhs": True}},
     ),
+    peers={"two jnp.matmul": jax_glu},
     brief={"rows": 16, "k": 128, "n": 128},
 )
 
@@ -287,6 +298,18 @@ class GatedGroupedMatmulCase(GroupedCase):
         }
 
 
+def jax_gated_ragged_dot(case: GatedGroupedMatmulCase) -> Peer | str:
+    """Two ``jax.lax.ragged_dot`` and the activation, or the reason why that cannot do the case."""
+    if case.group_offset is not None:
+        return "jax.lax.ragged_dot has no group_offset"
+
+    def gated_dots(lhs: Any, gate: Any, up: Any, sizes: Any, *, activation: str, transpose_rhs: bool) -> Any:
+        matrices = (each.swapaxes(1, 2) if transpose_rhs else each for each in (gate, up))
+        return gated(activation, *(jax.lax.ragged_dot(lhs, each, sizes) for each in matrices))
+
+    return gated_dots
+
+
 _GATED_SMALL = GatedGroupedMatmulCase("small", rows=24, k=16, n=20, groups=3)
 
 GATED_CASES = OpCases(
@@ -310,5 +333,6 @@ GATED_CASES = OpCases(
         | {f"`{name}`": {"activation": name} for name in ACTIVATIONS}
         | {"`transpose_rhs`": {"transpose_rhs": True}, "`group_offset`": {"matrices": 2, "group_offset": 1}},
     ),
+    peers={"two jax.lax.ragged_dot": jax_gated_ragged_dot},
     brief={"rows": 16, "groups": 2, "k": 128, "n": 128},
 )

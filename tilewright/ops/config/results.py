@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilewright.ops.config.context import overlay_cache
 from tilewright.ops.config.lockfile import Decision, Lock
@@ -18,8 +18,12 @@ from tilewright.ops.config.persistent import REBUILD_ERRORS
 from tilewright.ops.config.tuner import Timer
 from tilewright.ops.kernel.candidates import Candidate, Timing, kind_of
 from tilewright.ops.kernel.kernel import Invocation, Kernel
-from tilewright.ops.utils.describe import describe_key
+from tilewright.ops.utils.describe import describe_config, describe_key
 from tilewright.ops.utils.stable_ids import with_current_names
+from tilewright.ops.utils.text import as_text, lines, milliseconds, table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SCHEMA = 1
 
@@ -280,6 +284,11 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
             left_out=(*self.left_out, *other.left_out),
         )
 
+    def __str__(self) -> str:
+        """A table of the calls, each with its winner and what it gains; it is what the command line prints."""
+        text = as_text(_table(self)) if self.entries else "no call was tuned"
+        return text if self.confirmation is None else f"{text}\n{self.confirmation}"
+
     def __repr__(self) -> str:
         calls = ", ".join(f"{e.op} {e.direction}: {e.winner.config}" for e in self.entries)
         return f"AutotuningResult({len(self.entries)} calls on {self.device or 'no device'}: {calls})"
@@ -380,3 +389,30 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
             return cls(entries, device=document["device"], toolchain=toolchain, interrupted=document["interrupted"])
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"not the JSON of an AutotuningResult: {error!r}") from error
+
+
+def _table(result: AutotuningResult) -> "Table":
+    """A table with a row for each call: the chosen config, its comparison with the heuristic, and its source."""
+    figures = ("time", "heuristic", "speedup", "tried")
+    rows = table("tuned calls", "call, and what it will run with", *figures, "from", right=figures)
+    rows.caption = "time: lower is better; speedup over the heuristic: higher is better"
+    rows.caption_justify = "left"
+    for call in result:
+        heuristic = call.heuristic
+        failed = sum(1 for candidate in call.candidates if candidate.failed)
+        dropped = sum(1 for candidate in call.candidates if candidate.dropped)
+        rows.add_row(
+            lines(
+                (f"{call.op} {call.direction}", ""),
+                (call.shapes, "dim"),
+                (f"→ {describe_config(call.winner.config)}", "bold"),
+            ),
+            milliseconds(call.winner.time_ms),
+            milliseconds(heuristic.time_ms if heuristic else None),
+            f"{call.speedup:.2f}×" if call.speedup else "–",
+            f"{len(call.candidates) - dropped}"
+            + (f", {failed} failed" if failed else "")
+            + (f", {dropped} dropped" if dropped else ""),
+            call.step if call.complete else f"{call.step}, cut short",
+        )
+    return rows

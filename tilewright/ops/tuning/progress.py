@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from tilewright.ops.config.results import TunedCall
 from tilewright.ops.tuning import events
 from tilewright.ops.utils.describe import describe_config
+from tilewright.ops.utils.text import milliseconds, plain_console
 
 
 @contextlib.contextmanager
@@ -131,18 +132,6 @@ def summary(call: TunedCall) -> str:
     chosen = f"{describe_config(call.winner.config)}: {milliseconds(call.winner.time_ms)}"
     out = f"; left out: {'; '.join(f'{name} ({why})' for name, why in call.left_out.items())}" if call.left_out else ""
     return f"{call.op} {call.direction} {call.shapes} → {chosen}{speedup} ({tried} tried{out})"
-
-
-def milliseconds(time_ms: float | None) -> str:
-    """Formats a time with three significant digits; a dash if there is none."""
-    if time_ms is None:
-        return "–"
-    return f"{time_ms:.3g} ms" if time_ms < 100 else f"{time_ms:.0f} ms"
-
-
-def plain_console(**options: Any) -> Console:
-    """A console that prints text verbatim: the brackets of shapes and paths are not markup."""
-    return Console(markup=False, emoji=False, highlight=False, **options)
 
 
 def event_bar(console: Console, *fields: str, transient: bool = False, disable: bool = False) -> Progress:
