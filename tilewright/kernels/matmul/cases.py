@@ -272,6 +272,12 @@ GROUPED_CASES = OpCases(
             "`group_offset`": {"dtype": "bfloat16", "matrices": 2, "group_offset": 1},
             "a scale for each operand": {"dtype": "float8_e4m3fn", "lhs_scale": "number", "rhs_scale": "number"},
             "scales for blocks": {"dtype": "float8_e4m3fn", "lhs_scale": "blocks", "rhs_scale": "blocks"},
+            "scales for blocks, `transpose_rhs`": {
+                "dtype": "float8_e4m3fn",
+                "lhs_scale": "blocks",
+                "rhs_scale": "blocks",
+                "transpose_rhs": True,
+            },
             "k or n of no multiple of 8": {"dtype": "bfloat16", "k": 130, "n": 77},
         },
     ),
