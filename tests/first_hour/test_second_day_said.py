@@ -228,3 +228,11 @@ def test_a_tuning_prints_as_the_command_prints_it(capsys):
     assert better in said
     assert "call, and what it will run with" in said
     assert str(tilewright.ops.AutotuningResult()) == "no call was tuned"
+
+
+def test_calls_that_differ_in_their_config_alone_are_told_apart():
+    cfg = tilewright.explain(attention, Q)[0].config
+    text = str(tilewright.explain(lambda q: attention(q) + flash_attention(q, q, q, causal=True, cfg=cfg), Q))
+    assert text.count("flash_attention of bf16[1,2048,8,64]×3") == 2
+    assert text.count("  forward: xla ") == 2
+    assert "(explicit; not measured)" in text

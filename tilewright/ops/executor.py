@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic
 
 import jax
@@ -291,10 +291,37 @@ class ExplainedChoice:
         return f"{self.origin}; {self.time_ms:.3f} ms"
 
     def __str__(self) -> str:
-        lines = [f"{self.direction}: {describe_config(self.config)} ({self.origin_and_time})"]
-        lines += [f"  not {name}: {'; '.join(why)}" for name, why in self.rejected.items()]
-        lines += [f"  faster: {each}" for each in self.advice]
-        return "\n".join(lines)
+        return _text((self,))
+
+
+def chosen_lines(choices: Sequence[ExplainedChoice]) -> list[str]:
+    """For each direction of a call the config, with its origin and its time."""
+    width = max(len(choice.direction) for choice in choices) + 1
+    return [
+        f"{choice.direction + ':':{width}} {describe_config(choice.config)} ({choice.origin_and_time})"
+        for choice in choices
+    ]
+
+
+def other_lines(choices: Sequence[ExplainedChoice], unsaid: Collection[str] = ()) -> list[str]:
+    """The reasons against the other backends of a call, and advice; what holds for several or both directions once.
+
+    Args:
+      unsaid: backends to leave out.
+    """
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for name in dict.fromkeys(name for choice in choices for name in choice.rejected if name not in unsaid):
+        against = {each.direction: "; ".join(each.rejected[name]) for each in choices if name in each.rejected}
+        same = len(against) == len(choices) and len(set(against.values())) == 1
+        for direction, why in against.items():
+            names = reasons.setdefault((why, "" if same else f" ({direction})"), [])
+            names += [name] * (name not in names)
+    found = [f"not {', '.join(names)}{direction}: {why}" for (why, direction), names in reasons.items()]
+    return found + [f"faster: {each}" for each in dict.fromkeys(x for choice in choices for x in choice.advice)]
+
+
+def _text(choices: Sequence[ExplainedChoice]) -> str:
+    return "\n".join([*chosen_lines(choices), *(f"  {line}" for line in other_lines(choices))])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -332,7 +359,7 @@ class Explanation:
 
     def __str__(self) -> str:
         if not self.by_parts:
-            return "\n".join([self.op, *map(str, self.choices)])
+            return f"{self.op}\n{_text(self.choices)}"
         head = f"{self.op}, by calls on the devices' parts of its arrays"
         return "\n".join([head, *(f"{each.op} of {describe_key(each.key)}\n{each}" for each in self.choices)])
 

@@ -3,14 +3,12 @@
 import collections
 import dataclasses
 import html
-import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from tilewright.ops.executor import ExplainedChoice
+from tilewright.ops.executor import ExplainedChoice, chosen_lines, other_lines
 from tilewright.ops.types import Device
-from tilewright.ops.utils.describe import describe_config
 
 _EXTRA = re.compile(r"tilewright\[(\w+)\]")
 """The extra of this package that a reason against a backend names."""
@@ -65,7 +63,14 @@ class _Both:
 
     def lines(self, unsaid: Collection[str]) -> list[str]:
         """The text, without the backends ``unsaid``, which are named elsewhere."""
-        return [*self.subject, *(f"  {line}" for line in (*self.chosen, *self.others(unsaid)))]
+        return [
+            *self.subject,
+            *(f"  {line}" for line in (*chosen_lines(self.choices), *other_lines(self.choices, unsaid))),
+        ]
+
+    @property
+    def choices(self) -> list[ExplainedChoice]:
+        return [call.choice for call in self.calls]
 
     @property
     def subject(self) -> list[str]:
@@ -75,31 +80,6 @@ class _Both:
         split = [f"  a device's part: {call.split or 'all of it'}"] if call.split or call.gathered else []
         gathered = [f"  gathered on each device: {', '.join(call.gathered)}"] if call.gathered else []
         return [f"{call.op}{times} of {call.arguments}", *split, *gathered]
-
-    @property
-    def chosen(self) -> list[str]:
-        """For each direction the config, with its origin and its time."""
-        width = max(len(call.direction) for call in self.calls) + 1
-        return [
-            f"{call.direction + ':':{width}} {describe_config(call.config)} ({call.choice.origin_and_time})"
-            for call in self.calls
-        ]
-
-    def others(self, unsaid: Collection[str]) -> list[str]:
-        """The reasons against other backends, and advice: what holds for several of them or both directions once."""
-        reasons: dict[tuple[str, str], list[str]] = {}
-        for name in dict.fromkeys(name for call in self.calls for name in call.choice.rejected):
-            against = {c.direction: "; ".join(c.choice.rejected[name]) for c in self.calls if name in c.choice.rejected}
-            same = len(against) == len(self.calls) and len(set(against.values())) == 1
-            for direction, why in itertools.islice(against.items(), 1 if same else None):
-                # A reason names the backend that is chosen, and may stand for several that are not.
-                reasons.setdefault((why, "" if same else f" ({direction})"), []).append(name)
-        found = [
-            f"not {', '.join(names)}{direction}: {why}"
-            for (why, direction), every in reasons.items()
-            if (names := [name for name in every if name not in unsaid])
-        ]
-        return found + [f"faster: {each}" for each in dict.fromkeys(x for c in self.calls for x in c.choice.advice)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,9 +121,12 @@ class ProgramExplanation:
     def _calls(self) -> list[_Both]:
         """The calls, both directions of each together."""
         found: dict[Any, list[ExplainedCall]] = {}
+        seen: collections.Counter[Any] = collections.Counter()
         for call in self.calls:
-            same = found.setdefault((call.op, call.arguments, call.split, call.gathered, call.times), [])
-            same.append(call)
+            key = (call.op, call.arguments, call.split, call.gathered, call.times)
+            # Of calls that differ only in a given config, each has its own text.
+            found.setdefault((key, seen[key, call.direction]), []).append(call)
+            seen[key, call.direction] += 1
         return [_Both(tuple(same)) for same in found.values()]
 
     @property
@@ -186,7 +169,8 @@ class ProgramExplanation:
             return f"<p>{self}</p>"
         rows = [f"<tr>{''.join(f'<th>{head}</th>' for head in ('call', 'config', 'why no other'))}</tr>"]
         for both in self._calls:
-            shown = map(_escaped, (both.subject, both.chosen, both.others(self._need_gpu)))
+            lines = chosen_lines(both.choices), other_lines(both.choices, self._need_gpu)
+            shown = map(_escaped, (both.subject, *lines))
             rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in shown)}</tr>")
         return f"<p>{_escaped([self.head])}</p><table>{''.join(rows)}</table><p>{_escaped(self.summary)}</p>"
 

@@ -417,7 +417,7 @@ class TestMissIsAnError:
         with use_lock(lock_of((INV, Config(2))), miss="error"):
             decided = executor.explain(KERNEL, A, B)
             assert (decided.step, decided.config) == ("lock", Config(2))
-            assert "from: lock, given in the program (sha256 " in capsys.readouterr().out
+            assert "(lock, given in the program (sha256 " in capsys.readouterr().out
             missed = executor.explain(KERNEL, A[:3], B, quiet=True)
         assert missed.step.startswith("heuristic, but the call is an error: the lock given in the program")
         assert missed.config == Config(64)

@@ -66,7 +66,7 @@ def test_explain_tells_what_a_table_measured(tmp_path, capsys):
     executor = Executor(ConfigSelectorChain(tables=tmp_path))
     choice = executor.explain(KERNEL, *INV.args).forward
     assert (choice.step, choice.config, choice.time_ms) == ("shipped", Config(2), 1.0)
-    assert "shipped (1" in capsys.readouterr().out
+    assert "(shipped; 1.000 ms)" in capsys.readouterr().out
 
 
 def test_a_tuning_stands_in_place_of_what_a_table_said_of_the_call(tmp_path):
