@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax._src.ad_checkpoint import name_p
 from jax._src.interpreters.partial_eval import Offloadable, SaveableType  # the answers of policies
-from jax.ad_checkpoint import name_p
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
