@@ -256,6 +256,13 @@ def test_numbers_that_the_host_knows_are_checked(name: str, kind: Any) -> None:
         jax.jit(lambda: call(np.array(numbers)))()
 
 
+@pytest.mark.parametrize("name", [each for each in WRONG if "split" not in each])  # a shard_map traces its function
+def test_so_are_those_that_a_cpu_has_computed(name: str) -> None:
+    call, numbers, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        call(jax.block_until_ready(jnp.array(numbers)))
+
+
 @wrong
 def test_those_of_a_device_are_named_if_asked_for(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -54,15 +54,16 @@ class Executor(Generic[Cfg, Out]):
     def __call__(self, kernel: Kernel[Cfg, Out], *args: object, cfg: object = None, **kwargs: object) -> Out:
         arrays, structure = split((args, kwargs))
         check_kernel(kernel)
-        kernel.check_contents(args, kwargs)
         overrides = current_overrides()
         synchronise()
         selector = Selector(self.chooser, _static(cfg), overrides)
         for array in arrays:
             if isinstance(array, jax.core.Tracer):
+                kernel.check_contents(args, kwargs, is_traced=True)
                 out: Out = call_kernel(kernel, selector, args, kwargs, {})
                 break
         else:
+            kernel.check_contents(args, kwargs, is_traced=False)
             check_runs_here()
             with agreement.run_by(lambda: operand_devices(arrays)):
                 out = self._program(kernel, selector, structure, arrays).run(arrays)

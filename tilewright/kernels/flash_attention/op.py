@@ -315,7 +315,8 @@ def flash_attention(*args: Any, **kwargs: Any) -> Output | Results:
       q_segment_ids: ``[batch, q_length]`` integers; a query sees the keys with its own number.
       kv_segment_ids: ``[batch, kv_length]``.
       query_seq_lengths: ``[batch]`` integers; later queries attend to nothing. What no call can mean, here and in the
-        three below, is an error in NumPy arrays and lists, and is logged for other arrays if TILEWRIGHT_DEBUG is 1.
+        three below, is an error in NumPy arrays, in lists, and in an eager call on a CPU, and is logged for other
+        arrays if TILEWRIGHT_DEBUG is 1.
       key_value_seq_lengths: ``[batch]``; later keys are invisible. What query, key, value and the gradient of the
         output hold beyond the lengths, or outside of packed sequences, reaches no result and no gradient, NaN included;
         what masks and segment ids make invisible has to be finite.

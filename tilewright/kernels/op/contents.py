@@ -1,9 +1,10 @@
-"""Checks of what integer arrays hold: an error where the host knows it, else logged if ``TILEWRIGHT_DEBUG=1``."""
+"""Checks of what integer arrays hold: an error where it is known, otherwise logged if ``TILEWRIGHT_DEBUG=1``."""
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,6 @@ type Check = Callable[[Given], Finder | None]
 MAX_LOCATIONS = 3
 """Maximum locations listed for each kind of fault."""
 
-MAY_BE_ON_HOST = (np.ndarray, list, tuple, int, np.integer)
-"""The types of arguments whose numbers the host may know."""
-
 logger = logging.getLogger("tilewright.debug")
 
 
@@ -33,13 +31,20 @@ def is_debugging() -> bool:
     return os.environ.get("TILEWRIGHT_DEBUG", "") == "1"
 
 
-def faults_on_host(checks: Mapping[str, Check], given: Given) -> list[str]:
-    """The faults of the first NumPy array, list or number that no call can mean; other arrays are not read."""
+def known_faults(checks: Mapping[str, Check], given: Given, *, is_traced: bool) -> list[str]:
+    """The faults of the first argument that no call can mean, of those whose numbers are known without waiting.
+
+    These are NumPy arrays, lists and numbers, and unless the call is traced arrays that a CPU has computed.
+    """
     for name, check in checks.items():
-        value = given.get(name)
-        if value is None or not isinstance(value, MAY_BE_ON_HOST):
+        value: Any = given.get(name)
+        if value is None:
             continue
-        if not isinstance(value, int | np.integer | np.ndarray) and not on_host(value):
+        if isinstance(value, jax.Array):
+            is_number = isinstance(value.dtype, np.dtype)  # others are the types of random keys
+            if is_traced or not (is_number and _is_on_cpus(value.sharding) and cast(Any, value).is_ready()):
+                continue
+        elif not isinstance(value, int | np.integer) and not on_host(value):
             continue
         numbers = np.asarray(value)
         finder = check(given) if numbers.dtype.kind in "iu" else None
@@ -48,8 +53,15 @@ def faults_on_host(checks: Mapping[str, Check], given: Given) -> list[str]:
     return []
 
 
+@functools.lru_cache(maxsize=128)
+def _is_on_cpus(sharding: jax.sharding.Sharding) -> bool:
+    """True for CPUs of this process: reading an array of a GPU or TPU would wait for it."""
+    devices: Iterable[Any] = sharding.device_set
+    return sharding.is_fully_addressable and all(device.platform == "cpu" for device in devices)
+
+
 def report_on_device(op: str, checks: Mapping[str, Check], given: Given) -> None:
-    """Logs an ERROR, when a call runs, for what would be an error if the host knew it.
+    """Logs an ERROR, when a call runs, for what would be an error if the numbers were known.
 
     Only if ``TILEWRIGHT_DEBUG`` is 1, and then the arrays are copied to the host.
     """

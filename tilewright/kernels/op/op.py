@@ -13,7 +13,7 @@ import jax
 from tilewright.kernels.op.backend import Backends
 from tilewright.kernels.op.cases import OpCases
 from tilewright.kernels.op.choice import Choice
-from tilewright.kernels.op.contents import MAY_BE_ON_HOST, Check, faults_on_host, report_on_device
+from tilewright.kernels.op.contents import Check, known_faults, report_on_device
 from tilewright.kernels.op.former_keys import former_description
 from tilewright.kernels.op.inputs import OpInputs
 from tilewright.kernels.op.roofline import Cost, array_bytes
@@ -38,7 +38,7 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
         the leading dimensions are shared and may be split over mesh axes. Arguments that are not listed are replicated.
       always: the names of optional arrays of the inputs that every call of the op has: in keys they stand by position,
         as those do that calls of all ops with these inputs have.
-      contents: for arguments of integers, which numbers a call can mean. Where the host knows others, that is an error.
+      contents: for arguments of integers, which numbers a call can mean. Others are an error where they are known.
       differentiable: True if the op has gradients.
       backends: best first.
     """
@@ -143,15 +143,15 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
         report_on_device(self.name, self.contents, self._given(args, kwargs))
         return (inputs,), {}
 
-    def check_contents(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def check_contents(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_traced: bool) -> None:
         # Of nearly every call this is all: it is in the overhead of a warm one.
         for name, position in self._checked:
             value = args[position] if position < len(args) else kwargs.get(name)
-            if value is not None and isinstance(value, MAY_BE_ON_HOST):
+            if value is not None:
                 break
         else:
             return
-        if found := faults_on_host(self.contents, self._given(args, kwargs)):
+        if found := known_faults(self.contents, self._given(args, kwargs), is_traced=is_traced):
             raise ValueError(f"{self.name}: {'; '.join(found)}")
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

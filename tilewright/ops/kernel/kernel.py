@@ -198,10 +198,13 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """
         return None
 
-    def check_contents(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raises for arguments whose numbers the host knows and that no call can mean; called at every call.
+    def check_contents(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_traced: bool) -> None:
+        """Raises for arguments whose numbers are known and that no call can mean; called at every call.
 
-        It must not read arrays of a device, nor take long.
+        It must not wait for a device, nor take long.
+
+        Args:
+          is_traced: True if an array of the call is traced; then it must read no array of JAX.
         """
 
     # Tuning, checking and explaining a call.

@@ -104,8 +104,8 @@ def grouped_matmul(
       rhs: ``[groups, k, n]``.
       group_sizes: ``[groups]`` integers, the rows of each group. Any numbers are defined: rows behind the last group
         give zeros, in the result and in the gradient of lhs, and whatever they hold reaches nothing; a group ends at
-        row m; a negative size counts as zero. In NumPy arrays and lists a negative size, or more rows than lhs has, is
-        an error.
+        row m; a negative size counts as zero. In NumPy arrays, in lists, and in an eager call on a CPU a negative size,
+        or more rows than lhs has, is an error.
       precision: as in ``jax.lax.dot``, of one value for both operands.
       preferred_element_type: the dtype of the result; by default that of the operands, and bfloat16 for operands of
         8 bits with scales.
