@@ -9,6 +9,7 @@ from tilewright.kernels.matmul.groups import matrix_bounds
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.scales import expanded
 from tilewright.kernels.numerics.activations import gated
+from tilewright.kernels.op.sharding import vary_over, varying_axes
 
 CHUNK = 512
 """Rows that meet a matrix at a time."""
@@ -53,7 +54,8 @@ def _product(inputs: MatmulInputs, dtype: Any) -> Any:
         kept = jax.lax.dynamic_slice_in_dim(out, begin, size)
         return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(own, product, kept), begin, 0), None
 
-    out, _ = jax.lax.scan(add, jnp.zeros((chunks * size, inputs.out_shape[1]), dtype), pairs)
+    zeros = jnp.matmul(lhs[:, :0], rhs[0, :0])  # of the type of a product, whatever the mesh
+    out, _ = jax.lax.scan(add, vary_over(varying_axes(inputs), zeros), pairs)
     return out[: inputs.rows]
 
 

@@ -77,6 +77,7 @@ class Call:
       extra: backward only: the structure of ``(residuals, cotangents)``, whose arrays follow those of the call.
       wanted: backward only: for each array of the call, True if its gradient is needed.
       returned: forward only: indices of the stage's flat results that the call returns; empty for all of them.
+      residuals_are_given: backward only: True if the residuals are the caller's, and not those of this call.
     """
 
     kernel: Kernel[Any, Any]
@@ -87,6 +88,7 @@ class Call:
     extra: Structure | None = None
     wanted: tuple[bool, ...] = ()
     returned: tuple[int, ...] = ()
+    residuals_are_given: bool = False
 
     def __repr__(self) -> str:
         # JAX prints it in jaxprs.
@@ -373,7 +375,8 @@ def apply_backward(
     arrays, structure = split(arguments)
     rest, extra = split((residuals, cotangents))
     chosen = tuple(label in wanted for label in array_labels(kernel, *arguments))
-    call = Call(kernel, selector, structure, (None,) * len(arrays), "backward", extra, chosen)
+    shardings = (None,) * len(arrays)
+    call = Call(kernel, selector, structure, shardings, "backward", extra, chosen, residuals_are_given=True)
     return list(call_p.bind(*arrays, *rest, call=call, mapped=()))
 
 

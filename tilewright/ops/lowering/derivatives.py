@@ -2,7 +2,8 @@
 
 Under differentiation a call becomes two equations: the call itself, which also returns its residuals, and an equation
 that is linear in the tangents. Reverse mode transposes the second one, which runs the kernel's backward pass; forward
-mode evaluates it directly, if the kernel has code for that.
+mode evaluates it directly, if the kernel has code for that. A pass that is itself differentiated becomes two equations
+like that, too; the second one is transposed by the kernel's reference.
 """
 
 import dataclasses
@@ -33,6 +34,7 @@ from tilewright.ops.lowering.call import (
 from tilewright.ops.lowering.checkpoints import Derivation, Kept, keep
 from tilewright.ops.lowering.gradients import array_labels, with_manual_axes
 from tilewright.ops.lowering.mlir_modules import Value
+from tilewright.ops.lowering.plain import plain_pass
 from tilewright.ops.lowering.programs import MAX_PROGRAMS
 from tilewright.ops.lowering.stages import CHOOSING, Results, map_axes
 from tilewright.ops.lowering.surroundings import traced_devices
@@ -48,10 +50,13 @@ def _jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, ma
     form = gradient_form(call.kernel)
     if form is not None and call.stage == "run":
         return _with_own_gradients(primals, tangents, call, mapped, form)
+    is_pass = call.stage in ("forward", "backward") and not call.residuals_are_given
+    if form is not None and is_pass and call.kernel.reference is not None:
+        return _of_pass(primals, tangents, call, mapped)
     if not any(isinstance(x, jax.core.Tracer) for x in primals):
         check_runs_here()
-    # JAX differentiates the chosen code itself, for kernels without gradients of their own and for second derivatives.
-    # The config must therefore be chosen now, and a vmap applied later is not seen.
+    # JAX differentiates the chosen code itself, of kernels without gradients of their own, and for second derivatives
+    # of those without a reference. The config must therefore be chosen now, and a vmap applied later is not seen.
     avals = [jax.typeof(x) for x in primals]
     device = current_device()
     with run_by(lambda: traced_devices(primals)):
@@ -95,13 +100,13 @@ def _jvp_along(function: Callable[..., Any], primals: Sequence[Any], tangents: S
 class Linearised:
     """The derivative of a call, without its arrays.
 
-    Its operands are the call's arrays, its residuals and the tangents; its results are the tangents of the inexact
-    outputs.
+    Its operands are the call's operands, its residuals and the tangents; its results are the tangents of the inexact
+    outputs. That of a pass, whose stage is not "run", has no residuals.
 
     Attributes:
       out: the structure of the call's outputs.
       residuals_tree: the structure of the residuals.
-      differentiated: for each array of the call, True if it has a tangent.
+      differentiated: for each operand of the call, True if it has a tangent.
       inexact: for each output, True if it has a tangent.
     """
 
@@ -115,8 +120,13 @@ class Linearised:
         return f"{self.call.kernel.name}.tangents"
 
     @property
+    def num_operands(self) -> int:
+        """The number of the call's own operands."""
+        return len(self.differentiated)
+
+    @property
     def num_primal_operands(self) -> int:
-        return self.call.num_arrays + int(self.residuals_tree.num_leaves)
+        return self.num_operands + int(self.residuals_tree.num_leaves)
 
 
 def _with_own_gradients(
@@ -132,6 +142,21 @@ def _with_own_gradients(
     return out, [
         next(along) if has else ad.Zero(jax.typeof(x).to_tangent_aval())
         for x, has in zip(out, linear.inexact, strict=True)
+    ]
+
+
+def _of_pass(
+    primals: Sequence[Any], tangents: Sequence[Any], call: Call, mapped: tuple[MappedAxis, ...]
+) -> tuple[list[Any], list[Any]]:
+    """A pass of a derivative, and its linear part."""
+    differentiated = tuple(_has_tangent(t) for t in tangents)
+    out = call_p.bind(*primals, call=call, mapped=mapped)
+    inexact = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in out)
+    linear = Linearised(call, jax.tree.structure(out), jax.tree.structure(()), differentiated, inexact)
+    given = [t for t, moves in zip(tangents, differentiated, strict=True) if moves]
+    along = iter(linear_p.bind(*primals, *given, linear=linear, mapped=_with_rest(mapped, 0, differentiated)))
+    return out, [
+        next(along) if has else ad.Zero(jax.typeof(x).to_tangent_aval()) for x, has in zip(out, inexact, strict=True)
     ]
 
 
@@ -204,7 +229,7 @@ CHOOSING.add(linear_p)
 def _linear_abstract_eval(
     *avals: jax.core.ShapedArray, linear: Linearised, mapped: tuple[MappedAxis, ...]
 ) -> list[Any]:
-    call, count, device = linear.call, linear.call.num_arrays, current_device()
+    call, count, device = linear.call, linear.num_operands, current_device()
     own_axes = tuple(MappedAxis(axis.size, axis.mapped[:count]) for axis in mapped)
     arrays = tuple(avals[:count])
     if all(any(axis.mapped) for axis in own_axes):
@@ -223,8 +248,10 @@ batching.primitive_batchers[linear_p] = functools.partial(batching_rule, linear_
 def _transpose(
     cotangents: Sequence[Any], *operands: jax.Array, linear: Linearised, mapped: tuple[MappedAxis, ...]
 ) -> list[Any]:
-    """Computes the gradients by the kernel's backward pass."""
-    count, num_primal_operands = linear.call.num_arrays, linear.num_primal_operands
+    """Computes the gradients by the kernel's backward pass; those of a pass by the kernel's reference."""
+    count, num_primal_operands = linear.num_operands, linear.num_primal_operands
+    if linear.call.stage != "run":
+        return _transpose_pass(cotangents, operands, linear, mapped)
     residuals_tree, tangents = operands[:num_primal_operands], operands[num_primal_operands:]
     given = iter(cotangents)
     leaves = [_materialised(next(given)) if has else None for has in linear.inexact]
@@ -250,12 +277,58 @@ def _transpose(
 ad.primitive_transposes[linear_p] = _transpose
 
 
+def _transpose_pass(
+    cotangents: Sequence[Any], operands: Sequence[Any], linear: Linearised, mapped: tuple[MappedAxis, ...]
+) -> list[Any]:
+    """Transposes the linear part of a pass as JAX does that of the kernel's reference."""
+    primals, tangents = operands[: linear.num_operands], operands[linear.num_operands :]
+    along = _plain_linear(linear, [jax.typeof(x) for x in primals], mapped)
+    needed = [i for i, cotangent in enumerate(cotangents) if not isinstance(cotangent, ad.Zero)]
+    unknown = [i for i, tangent in enumerate(tangents) if ad.is_undefined_primal(tangent)]
+
+    def of_unknown(*values: jax.Array) -> list[Any]:
+        complete = list(tangents)
+        for i, value in zip(unknown, values, strict=True):
+            complete[i] = value
+        results = along(*primals, *complete)
+        return [results[i] for i in needed]
+
+    zeros = [_materialised(ad.Zero(tangents[i].aval)) for i in unknown]
+    gradients = jax.vjp(of_unknown, *zeros)[1]([cotangents[i] for i in needed])
+    found: list[Any] = [None] * len(operands)
+    for i, gradient in zip(unknown, gradients, strict=True):
+        found[linear.num_operands + i] = gradient
+    return found
+
+
+def _plain_linear(linear: Linearised, avals: Sequence[Any], mapped: tuple[MappedAxis, ...]) -> Callable[..., list[Any]]:
+    """The linear part as a function that JAX can differentiate in both modes, by the kernel's reference."""
+    call, count, device = linear.call, linear.num_operands, current_device()
+    elements = [element_of(x, sum(axis.mapped[i] for axis in mapped), None) for i, x in enumerate(avals[:count])]
+    known = known_results(call, elements, (), device)
+    code, indices = plain_pass(call, known), [i for i, moves in enumerate(linear.differentiated) if moves]
+
+    def element(*operands: jax.Array) -> list[Any]:
+        tangents: list[Any] = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in operands[:count]]
+        for i, tangent in zip(indices, operands[linear.num_primal_operands :], strict=True):
+            tangents[i] = tangent
+        _, along = _jvp_along(code, operands[:count], tangents)
+        return [t for t, has in zip(along, linear.inexact, strict=True) if has]
+
+    def every(*operands: jax.Array) -> list[Any]:
+        types = _linear_abstract_eval(*map(jax.typeof, operands), linear=linear, mapped=mapped)
+        results = zip(map_axes(element, mapped)(*operands), types, strict=True)
+        return [_materialised(ad.Zero(aval)) if x is None else x for x, aval in results]
+
+    return every
+
+
 def _materialised(cotangent: jax.Array | ad.Zero) -> jax.Array:
     """A cotangent as an array, zeros if it is symbolic."""
     if not isinstance(cotangent, ad.Zero):
         return cotangent
     aval: Any = cotangent.aval
-    return jnp.zeros(aval.shape, aval.dtype, device=explicit_sharding(aval))
+    return with_manual_axes(jnp.zeros(aval.shape, aval.dtype, device=explicit_sharding(aval)), aval)
 
 
 def _forward_mode(
@@ -263,16 +336,21 @@ def _forward_mode(
 ) -> Callable[..., list[Any]]:
     """The linear part as a function: JAX differentiates the code of the config that the kernel provides for that.
 
+    Without one it is by the kernel's reference.
+
     Raises:
-      TypeError: the kernel provides no such config.
+      TypeError: the kernel provides neither.
     """
     call = linear.call
-    cfg = forward_mode_config(call.kernel, call.invocation(avals, mapped, device))
+    inv = call.invocation(avals, mapped, device)
+    if call.kernel.reference is not None and call.kernel.forward_mode_cfg(inv) is None:
+        return _plain_linear(linear, avals, mapped)
+    cfg = forward_mode_config(call.kernel, inv)
     function = call.function(cfg, (), device)
     differentiated = [i for i, moves in enumerate(linear.differentiated) if moves]
 
     def element(*operands: jax.Array) -> list[Any]:
-        arrays, tangents = operands[: call.num_arrays], operands[linear.num_primal_operands :]
+        arrays, tangents = operands[: linear.num_operands], operands[linear.num_primal_operands :]
 
         def along(*values: jax.Array) -> list[Any]:
             complete = list(arrays)
@@ -297,7 +375,7 @@ def forward_mode_config(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> 
         raise TypeError(
             f"{kernel.name} has gradients of its own for reverse mode (jax.grad, jax.vjp, jax.jacrev) and none for "
             "forward mode (jax.jvp, jax.linearize, jax.jacfwd, jax.hessian); use reverse mode, or give the kernel a "
-            "forward_mode_cfg"
+            "forward_mode_cfg or a reference"
         )
     return cfg
 
@@ -337,8 +415,11 @@ mlir.register_lowering(linear_p, _linear_lowering)
 def _linear_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, linear: Linearised, mapped: tuple[MappedAxis, ...]
 ) -> Any:
-    function = _forward_mode(linear, [jax.typeof(x) for x in primals], mapped, current_device())
-    return _jvp_along(function, primals, tangents)
+    avals = [jax.typeof(x) for x in primals]
+    if linear.call.kernel.reference is None:
+        return _jvp_along(_forward_mode(linear, avals, mapped, current_device()), primals, tangents)
+    _, along = _jvp_along(_plain_linear(linear, avals, mapped), primals, tangents)
+    return linear_p.bind(*primals, linear=linear, mapped=mapped), along
 
 
 ad.primitive_jvps[linear_p] = _linear_jvp

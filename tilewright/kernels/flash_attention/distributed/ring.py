@@ -206,6 +206,22 @@ def _forward(inputs: ContextInputs, cfg: object) -> tuple[Any, Any]:
     return (out, lse), (inputs, out, lse)
 
 
+@jax.custom_vjp
+def _once(gradients: ContextInputs) -> ContextInputs:
+    """The gradients of a ring, which cannot be differentiated: those of keys and values would be wrong."""
+    return gradients
+
+
+def _refuse(residuals: object, cotangents: object) -> Any:
+    raise TypeError(
+        "context_parallel_attention: a ring has no second derivatives; pass strategy='all_gather', or 'ulysses' where "
+        "the devices divide the heads"
+    )
+
+
+_once.defvjp(lambda gradients: (gradients, None), _refuse)
+
+
 @default_promotion()
 def _backward(cfg: object, residuals: Any, cotangents: Any) -> tuple[ContextInputs]:
     # Without a barrier XLA takes the hops of the forward pass for those of this one, and keeps their results for it.
@@ -264,7 +280,7 @@ def _backward(cfg: object, residuals: Any, cotangents: Any) -> tuple[ContextInpu
     plain = AttentionInputs(query, key, value, 1.0, softmax_aux=sinks)
     d_sinks = sinks_gradient(plain, *row_terms(plain, out, lse, d_out, d_lse if inputs.return_lse else None))
     of_arrays = {**dict.fromkeys(inputs.arrays), "query": d_query.astype(query.dtype), "key": d_key, "value": d_value}
-    return (inputs.replace(**of_arrays | {"softmax_aux": d_sinks}),)
+    return (_once(inputs.replace(**of_arrays | {"softmax_aux": d_sinks})),)
 
 
 ring_attention.defvjp(_forward, _backward)
