@@ -39,7 +39,7 @@ from tilewright.ops.lowering.labels import call_label, call_name, labelled
 from tilewright.ops.lowering.lowering import KnownProgram, results_of, run
 from tilewright.ops.lowering.mlir_modules import Value
 from tilewright.ops.lowering.programs import Programs, record
-from tilewright.ops.lowering.stages import CHOOSING, Program, Results, Stage
+from tilewright.ops.lowering.stages import CHOOSING, Program, Results, Stage, runs_kernels
 from tilewright.ops.lowering.surroundings import is_automatic, operand_devices, program_devices
 from tilewright.ops.types import Device, Direction, MappedAxis
 from tilewright.ops.utils.describe import describe_config, describe_key
@@ -256,10 +256,29 @@ def decide(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], dev
     return selection, call_label(inv, selection)
 
 
-def select(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device) -> Callable[..., Any]:
-    """Chooses the config of a call and returns its code under its label."""
+def select(
+    call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], device: Device, *, is_whole: bool = False
+) -> Callable[..., Any]:
+    """Chooses the config of a call and returns its code under its label.
+
+    Args:
+      is_whole: True if XLA splits the program, and the kernel does not say how it is split.
+    """
     selection, label = decide(call, avals, mapped, device)
+    is_run = call.selector.overrides.token is None  # otherwise the program is inspected only, and may lack packages
+    if is_whole and is_run and runs_kernels(call.program(selection.config, avals, mapped, device)):
+        _warn_of_whole(f"{call.kernel.name} {call.direction}")
     return labelled_as(code_of(call, selection.config, avals, mapped, device), label, selection.config)
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_of_whole(call: str) -> None:
+    """Says once that devices do the same work, and what to do."""
+    logger.warning(
+        "%s: every device gathers its operands and computes the whole call, since XLA cannot split a kernel; call it "
+        "inside of jax.shard_map, or say how it is split (docs/splitting-an-op.md)",
+        call,
+    )
 
 
 def code_of(
@@ -311,12 +330,13 @@ def labelled_as(function: Callable[..., Any], text: str, cfg: object) -> Callabl
 def _lowering_rule(ctx: mlir.LoweringRuleContext, *operands: Value, call: Call, mapped: tuple[MappedAxis, ...]) -> Any:
     platforms = ctx.platforms or ctx.module_context.platforms
     devices = devices_for_platforms(platforms)
-    if is_automatic(ctx) and (automatic := call.kernel.automatic_cfg(call.selector)) is not None:
+    is_split = is_automatic(ctx)
+    if is_split and (automatic := call.kernel.automatic_cfg(call.selector)) is not None:
         (device,) = devices.values()
         split_by_xla = code_of(call, automatic, ctx.avals_in, mapped, device)
         return mlir.lower_fun(split_by_xla)(ctx, *operands)
     with run_by(lambda: program_devices(ctx)):
-        branches = {p: select(call, ctx.avals_in, mapped, device) for p, device in devices.items()}
+        branches = {p: select(call, ctx.avals_in, mapped, device, is_whole=is_split) for p, device in devices.items()}
     if len(branches) == 1:
         chosen = next(iter(branches.values()))
     else:

@@ -192,6 +192,20 @@ def _chooses(jaxpr: Jaxpr) -> bool:
     return any(eqn.primitive in CHOOSING for eqn in jaxpr.eqns) or any(_chooses(part) for part in inner)
 
 
+def runs_kernels(program: Program) -> bool:
+    """True if a program contains what XLA cannot look into, and therefore cannot split: a kernel or a foreign call."""
+    return _has_kernel(traced(program)[0].jaxpr)
+
+
+def _has_kernel(jaxpr: Jaxpr) -> bool:
+    inner = (part for eqn in jaxpr.eqns for part in jax_core.jaxprs_in_params(eqn.params))
+    return any(eqn.primitive.name in KERNELS for eqn in jaxpr.eqns) or any(_has_kernel(part) for part in inner)
+
+
+KERNELS = frozenset({"pallas_call", "ffi_call", "triton_kernel_call", "core_map"})
+"""The names of the primitives of kernels."""
+
+
 def _without_references(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """A closed jaxpr with the references that it creates itself discharged to values.
 
