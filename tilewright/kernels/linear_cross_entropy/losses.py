@@ -77,6 +77,13 @@ def of_statistics(
     return of_lse, of_label, of_sum if inputs.needs_sum else None
 
 
+def kept_gradients(results: LossResults, cotangents: LossResults) -> dict[str, Any]:
+    """The gradients that the forward pass of a sum computed, times the one factor that they lack."""
+    # In float32 until here, so that a factor such as a loss scale meets no rounded gradients.
+    kept = {"x": results.d_x, "weight": results.d_weight, "bias": results.d_bias}
+    return {name: None if each is None else each * cotangents.total for name, each in kept.items()}
+
+
 def of_kl_statistics(inputs: KlInputs, cotangents: LossResults) -> tuple[Any, Any, Any]:
     """The cotangents of both lse and of D."""
     if cotangents.total is None:

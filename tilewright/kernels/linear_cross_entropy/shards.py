@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from tilewright.kernels.linear_cross_entropy.inputs import IGNORED, LossResults, VocabularyInputs
-from tilewright.kernels.linear_cross_entropy.losses import token_weights_gradient
+from tilewright.kernels.linear_cross_entropy.losses import kept_gradients, token_weights_gradient
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op.sharding import (
     AxisName,
@@ -146,8 +146,7 @@ class OfParts:
 
     def kept_gradients(self, part: Any, results: LossResults, cotangents: LossResults) -> dict[str, Any]:
         """The gradients from those that the forward pass kept of all tokens."""
-        kept = {"x": results.d_x, "weight": results.d_weight, "bias": results.d_bias}
-        found = {name: x * cotangents.total for name, x in kept.items() if x is not None}
+        found = {name: x for name, x in kept_gradients(results, cotangents).items() if x is not None}
         return found | {"token_weights": token_weights_gradient(part, results, cotangents)}
 
     def gradients(

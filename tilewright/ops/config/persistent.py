@@ -347,9 +347,13 @@ def _class_name(config: Json) -> str:
     return next((name for name in names if isinstance(name, str)), "")
 
 
+class _OfScriptError(ValueError):
+    """The class of a config belongs to a script that was run."""
+
+
 def _say_unused(file: str, kind: str, error: Exception) -> None:
     """Logs that a config is not used; of a class that a script defines once, with the remedy."""
-    if "__main__:" in str(error):
+    if isinstance(error, _OfScriptError):
         _say_of_script(kind, file, str(error))
     else:
         logger.warning("the config of %s is not used: %s", file, error)
@@ -469,12 +473,12 @@ def rebuild_config(data: Json, expected_type: type | None) -> Any:
     expected = qualified_name(expected_type)
     for tag in ("$dataclass", "$namedtuple", "$enum"):
         if isinstance(data, dict) and current_name(data.get(tag, expected)) != expected:
-            raise ValueError(f"it is a {data[tag]}, not a {expected}")
+            raise _unusable(f"it is a {data[tag]}, not a {expected}", str(data[tag]), expected)
     config = untagged(
         data, resolve=lambda name: expected_type if current_name(name) == expected else _find_loaded(name)
     )
     if type(config) is not expected_type:
-        raise ValueError(f"it is a {qualified_name(type(config))}, not a {expected}")
+        raise _unusable(f"it is a {(found := qualified_name(type(config)))}, not a {expected}", found, expected)
     return config
 
 
@@ -489,8 +493,13 @@ def _find_loaded(qualified: str) -> Any:
         # Not getattr, which may run a module's __getattr__ and thereby import something.
         found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
     if found is None:
-        raise ValueError(f"{qualified} is not loaded")
+        raise _unusable(f"{qualified} is not loaded", qualified)
     return found
+
+
+def _unusable(message: str, *classes: str) -> ValueError:
+    """The error for a config of a class that is not the one that a program has."""
+    return (_OfScriptError if any(name.startswith("__main__:") for name in classes) else ValueError)(message)
 
 
 def tagged_config(cfg: object) -> Json:

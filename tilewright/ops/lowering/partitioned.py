@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 TARGET = "tilewright.partitioned"
 """The name of the operation in a program."""
 
+type Settings = tuple[bool, str | None]
+"""``jax_enable_x64`` and ``jax_default_matmul_precision`` where a call was lowered, under which its parts are, too."""
+
 type Tiling = Sequence[Sequence[tuple[int, int]]]
 """The split of an array over devices in a row: for each dimension the sizes and strides of the axes that split it,
 major first."""
@@ -93,6 +96,10 @@ class Splittable(Protocol):
         """The call for people."""
 
     @property
+    def settings(self) -> Settings:
+        """The settings under which the code of a part is traced and lowered."""
+
+    @property
     def operand_types(self) -> Sequence[jax.ShapeDtypeStruct]:
         """The shapes and dtypes of the whole operands."""
 
@@ -112,7 +119,6 @@ class _Pending:
     count: int
     platforms: tuple[str, ...]
     devices: tuple[jax.Device, ...]
-    settings: tuple[bool, str | None]
 
 
 _PENDING: dict[str, _Pending] = {}
@@ -134,9 +140,8 @@ def emit(
     """
     _register()
     module: Any = ctx.module_context
-    settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
     platforms = tuple(ctx.platforms or module.platforms)
-    pending = _Pending(call, module.axis_context.num_devices, platforms, tuple(devices or ()), settings)
+    pending = _Pending(call, module.axis_context.num_devices, platforms, tuple(devices or ()))
     name = next(each for each in _numbered(name) if _PENDING.setdefault(each, pending) == pending)
     types = [jax_mlir.aval_to_ir_type(module, aval) for aval in ctx.avals_out]
     operation = hlo.CustomCallOp(
@@ -239,7 +244,7 @@ def _partition(arg_shapes: Any, arg_shardings: Any, result_shape: Any, result_sh
     if parts.repeated:
         _warn(pending.call.described, parts.repeated)
     operands, results = shardings[: len(arg_shapes)], shardings[len(arg_shapes) :]
-    x64, precision = pending.settings
+    x64, precision = pending.call.settings
     devices = pending.devices or None
     with contextlib.ExitStack() as stack:
         for each in (on_device(mesh), jax.enable_x64(x64), jax.default_matmul_precision(precision)):

@@ -21,7 +21,7 @@ from tilewright.ops.kernel.splitting import AUTOMATIC, BIND_SPLIT, Dimensions, S
 from tilewright.ops.lowering import partitioned
 from tilewright.ops.lowering.call import Selector, apply_stage, batching_rule
 from tilewright.ops.lowering.labels import attach, call_label, call_name
-from tilewright.ops.lowering.partitioned import Factors, Parts
+from tilewright.ops.lowering.partitioned import Factors, Parts, Settings
 from tilewright.ops.lowering.stages import CHOOSING, map_axes
 from tilewright.ops.lowering.surroundings import program_devices
 from tilewright.ops.types import MappedAxis
@@ -65,7 +65,8 @@ def _lowering_rule(
     ctx: mlir.LoweringRuleContext, *operands: Any, call: Splitting, selector: Selector, mapped: tuple[MappedAxis, ...]
 ) -> Any:
     avals: Any = ctx.avals_in
-    bound = BoundCall(call, selector, mapped, tuple((x.shape, x.dtype) for x in avals))
+    settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
+    bound = BoundCall(call, selector, mapped, tuple((x.shape, x.dtype) for x in avals), settings)
     attach(ctx.module_context.module, bound.label)
     return partitioned.emit(ctx, bound, bound.name, operands, program_devices(ctx))
 
@@ -81,6 +82,7 @@ class BoundCall:
     selector: Selector
     mapped: tuple[MappedAxis, ...]
     types: tuple[tuple[tuple[int, ...], Any], ...]
+    settings: Settings
 
     @property
     def operand_types(self) -> list[jax.ShapeDtypeStruct]:
@@ -95,9 +97,8 @@ class BoundCall:
     @functools.cached_property
     def name(self) -> str:
         """A name that tells the call from all others: as of a call with its label, with what a label leaves out."""
-        config = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
         identity = self.call.identity(self.elements)
-        text = repr((identity, self.mapped, config, toolchain_fingerprint(), self._state))
+        text = repr((identity, self.mapped, self.settings, toolchain_fingerprint(), self._state))
         return f"{call_name(self.label, AUTOMATIC)}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     @functools.cached_property

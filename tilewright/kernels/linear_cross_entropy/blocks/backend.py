@@ -19,7 +19,12 @@ from tilewright.kernels.linear_cross_entropy.blocks.logits import LogitKernels, 
 from tilewright.kernels.linear_cross_entropy.blocks.tokens import TokenBlocks, rows_of, written
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head, Totals, add_gradients, over_blocks
 from tilewright.kernels.linear_cross_entropy.inputs import IGNORED, LossInputs, LossResults
-from tilewright.kernels.linear_cross_entropy.losses import completed, of_statistics, token_weights_gradient
+from tilewright.kernels.linear_cross_entropy.losses import (
+    completed,
+    kept_gradients,
+    of_statistics,
+    token_weights_gradient,
+)
 from tilewright.kernels.op.backend import Backend
 from tilewright.ops.kernel.arrays import is_symbolic
 
@@ -84,9 +89,7 @@ class BlockedCrossEntropy[Forward: ForwardParams, Backward: BackwardParams](
     ) -> dict[str, Any]:
         """Gradients of those arrays that are used; a sum's that the forward pass computed, or recomputed ones."""
         if inputs.keeps_gradients and not params.recompute:
-            # In float32 until here, so that a factor such as a loss scale meets no rounded gradients.
-            found = {"x": results.d_x, "weight": results.d_weight, "bias": results.d_bias}
-            found = {name: None if each is None else each * cotangents.total for name, each in found.items()}
+            found = kept_gradients(results, cotangents)
         else:
             found = _recomputed(inputs, results, cotangents, self.kernels(inputs, params), params)
         # Of each token's weight the gradient is its loss, which the statistics give without logits.
