@@ -28,15 +28,16 @@ class Ops:
 
     Attributes:
       attention: of ``[batch, length, heads, head_dim]``, with ``causal``, ``window`` (keys to the left) and ``cap``.
-      rms: of rows and a scale, to which ``offset`` is added.
-      layer: of rows, a scale and a shift.
+      rms: of rows, a scale, to which ``offset`` is added, and what is added to the rows first, or ``None``; returns the
+        normalised rows and the sum.
+      layer: the same with a shift in place of the offset.
       mlp: both matmuls of a gated MLP and its activation, of rows and matrices.
       loss: the mean cross-entropy of rows, a head ``[d, vocab]``, or ``[vocab, d]``, and labels, with ``cap``.
     """
 
     attention: Callable[..., jax.Array]
-    rms: Callable[..., jax.Array]
-    layer: Callable[..., jax.Array]
+    rms: Callable[..., tuple[jax.Array, jax.Array]]
+    layer: Callable[..., tuple[jax.Array, jax.Array]]
     mlp: Callable[..., jax.Array]
     loss: Callable[..., jax.Array]
 
@@ -68,17 +69,35 @@ def our_attention(
     return flash_attention(query, key, value, causal=causal, sliding_window=local, logits_soft_cap=cap)
 
 
-def plain_rms(x: jax.Array, scale: jax.Array, offset: float) -> jax.Array:
+def plain_rms(x: jax.Array, scale: jax.Array, offset: float, residual: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    x = x if residual is None else x + residual
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)
-    return (normed * (scale + offset)).astype(x.dtype)
+    return (normed * (scale + offset)).astype(x.dtype), x
 
 
-def plain_layer(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
+def our_rms(x: jax.Array, scale: jax.Array, offset: float, residual: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    if residual is None:
+        return rms_norm(x, scale, weight_offset=offset), x
+    return rms_norm(x, scale, residual=residual, weight_offset=offset)
+
+
+def plain_layer(
+    x: jax.Array, scale: jax.Array, shift: jax.Array, residual: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    x = x if residual is None else x + residual
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide, -1, keepdims=True)
     normed = (wide - mean) * lax.rsqrt(jnp.mean((wide - mean) ** 2, -1, keepdims=True) + 1e-6)
-    return (normed * scale + shift).astype(x.dtype)
+    return (normed * scale + shift).astype(x.dtype), x
+
+
+def our_layer(
+    x: jax.Array, scale: jax.Array, shift: jax.Array, residual: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    if residual is None:
+        return layer_norm(x, scale, shift), x
+    return layer_norm(x, scale, shift, residual=residual)
 
 
 def plain_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
@@ -100,8 +119,8 @@ def our_loss(x: jax.Array, head: jax.Array, labels: jax.Array, *, vocab_first: b
 PLAIN = Ops(plain_attention, plain_rms, plain_layer, plain_mlp, plain_loss)
 OURS = Ops(
     our_attention,
-    lambda x, scale, offset: rms_norm(x, scale, weight_offset=offset),
-    layer_norm,
+    our_rms,
+    our_layer,
     lambda x, gate, up, activation: glu(x, gate, up, activation="silu" if activation == "silu" else "gelu_tanh"),
     our_loss,
 )
@@ -158,6 +177,13 @@ class Stack:
             total += 4.0 * rows * min(seen, window or seen) * self.heads * self.head_dim
         return total + (4.0 * rows * (keys or 0) * self.heads * self.head_dim * self.layers if self.crosses else 0.0)
 
+    def keeping_attention(self) -> "Stack":
+        """The same, with a policy that keeps the results of attention, too."""
+        if self.policy == "off":
+            return self
+        names = POLICIES.save_only_these_names("flash_attention_out", "flash_attention_residuals")
+        return dataclasses.replace(self, policy=POLICIES.save_from_both_policies(self.policy, names))
+
     def run(self, ops: Ops, parameters: Arrays, x: jax.Array, memory: jax.Array | None = None) -> jax.Array:
         turns = len(self.windows)
         stacked = {name: each.reshape(-1, turns, *each.shape[1:]) for name, each in parameters.items()}
@@ -171,7 +197,7 @@ class Stack:
         return lax.scan(body, x, stacked)[0]
 
     def _layer(self, ops: Ops, w: Arrays, x: jax.Array, memory: jax.Array | None, window: int | None) -> jax.Array:
-        norm = functools.partial(self._norm, ops, w)
+        norm = functools.partial(self.norm_of, ops, w)
 
         def attended(name: str, queries: jax.Array, keys: jax.Array, causal: bool) -> jax.Array:
             q, k, v = (
@@ -183,22 +209,27 @@ class Stack:
             out = ops.attention(q, k, v, causal=causal, window=window, cap=self.cap)
             return out.reshape(*queries.shape[:2], -1) @ w[f"{name}_o"].astype(COMPUTE)
 
-        after = (lambda name, y: norm(f"{name}_after", y)) if self.norms_after else lambda _, y: y
-        y = norm("self", x)
-        x = x + after("self", attended("self", y, y, self.causal))
+        after = (lambda name, y: norm(f"{name}_after", y)[0]) if self.norms_after else lambda _, y: y
+        y, _ = norm("self", x)
+        found = after("self", attended("self", y, y, self.causal))
         if memory is not None:
-            x = x + attended("cross", norm("cross", x), memory, causal=False)
-        y, up, down = norm("mlp", x), w["up"].astype(COMPUTE), w["down"].astype(COMPUTE)
+            y, x = norm("cross", found, x)
+            found = attended("cross", y, memory, causal=False)
+        y, x = norm("mlp", found, x)
+        up, down = w["up"].astype(COMPUTE), w["down"].astype(COMPUTE)
         if self.gate is not None:
             return x + after("mlp", ops.mlp(y, w["gate"].astype(COMPUTE), up, self.gate) @ down)
         hidden = jax.nn.gelu(y @ up + w["up_bias"].astype(COMPUTE))
         return x + hidden @ down + w["down_bias"].astype(COMPUTE)
 
-    def _norm(self, ops: Ops, w: Arrays, name: str, x: jax.Array) -> jax.Array:
+    def norm_of(
+        self, ops: Ops, w: Arrays, name: str, x: jax.Array, residual: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The normalised rows, after a residual was added, and the sum."""
         scale = w[f"{name}_norm"]
         if self.norm == "layer":
-            return ops.layer(x, scale, jnp.zeros_like(scale))
-        return ops.rms(x, scale, 1.0 if self.norms_after else 0.0)
+            return ops.layer(x, scale, jnp.zeros_like(scale), residual)
+        return ops.rms(x, scale, 1.0 if self.norms_after else 0.0, residual)
 
 
 def rope(x: jax.Array) -> jax.Array:
@@ -294,7 +325,7 @@ class Model:
             memory = self.encoder[0].run(ops, w["encoder"], inputs["frames"] @ w["frames"].astype(COMPUTE))
         x = self.stack.run(ops, w["stack"], x, memory)
         x = x[:, 0] if self.pooled else x
-        x = self.stack._norm(ops, {"final_norm": w["final"]}, "final", x)
+        x, _ = self.stack.norm_of(ops, {"final_norm": w["final"]}, "final", x)
         of_embedding = "head" not in w
         head = w["embedding"] if of_embedding else w["head"]
         return ops.loss(x, head.astype(COMPUTE), inputs["labels"], vocab_first=of_embedding, cap=self.cap)

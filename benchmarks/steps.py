@@ -2,9 +2,11 @@
 
 Float32 parameters, bfloat16 matmuls, AdamW; cuDNN's attention in the plain form where it serves; the rematerialisation
 of the model's users. Nothing is tuned. Of each form: milliseconds of a step, in turns with the others; share of the
-peak; bytes that the program allocates; seconds to trace and lower, and to compile; and losses of three steps.
+peak; bytes that the program allocates; seconds to trace and lower, and to compile; and losses of three steps. The last
+form keeps attention's results in addition to what its policy keeps.
 
-``python -m benchmarks.steps llama_1b gpt2 --forms plain all``, and ``--profile plain all`` prints the device's kernels.
+``python -m benchmarks.steps llama_1b gpt2 --forms plain all``; ``--profile plain all`` prints the device's kernels, and
+``--starts`` measures in processes of their own how long a form takes to its first step, from nothing and once more.
 """
 
 import argparse
@@ -14,6 +16,9 @@ import functools
 import glob
 import gzip
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,13 +33,15 @@ from benchmarks.step_models import MODELS, OURS, PLAIN, SWAPS, Arrays, Model, Op
 PEAK = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 """FLOP/s of dense bfloat16 matmuls, by the maker's data sheet."""
 RATE, BETAS, DECAY = 1e-4, (0.9, 0.95), 0.1
-FORMS = ("plain", *SWAPS, "all")
+FORMS = ("plain", *SWAPS, "all", "all, attention kept")
 
 
 def ops_of(form: str) -> Ops:
     """Plain ops, with those of a form taken from this package."""
-    if form in ("plain", "all"):
-        return PLAIN if form == "plain" else OURS
+    if form == "plain":
+        return PLAIN
+    if form not in SWAPS:
+        return OURS
     return dataclasses.replace(PLAIN, **{field: getattr(OURS, field) for field in SWAPS[form]})
 
 
@@ -73,15 +80,10 @@ def measured(model: Model, forms: Sequence[str], rounds: int, profiled: Sequence
     found: dict[str, Any] = {}
     programs: dict[str, Any] = {}
     for form in forms:
-        state = jax.eval_shape(functools.partial(first_state, model))
-        started = time.perf_counter()
-        lowered = jax.jit(step_of(model, ops_of(form)), donate_argnums=0).lower(state, inputs)
-        after = time.perf_counter()
-        compiled = lowered.compile()
+        compiled, times = compiled_step(model, form)
         memory: Any = compiled.memory_analysis()
         found[form] = {
-            "lower_s": after - started,
-            "compile_s": time.perf_counter() - after,
+            **times,
             "temporary_bytes": memory.temp_size_in_bytes,
             "argument_bytes": memory.argument_size_in_bytes,
         }
@@ -114,6 +116,39 @@ def measured(model: Model, forms: Sequence[str], rounds: int, profiled: Sequence
         if form in programs:
             found[form]["kernels_ms"] = kernels(steps(programs[form]))
     return found
+
+
+def compiled_step(model: Model, form: str) -> tuple[Any, dict[str, float]]:
+    """The step of a form, and the seconds that it took."""
+    if form.endswith("kept"):
+        model = dataclasses.replace(model, stack=model.stack.keeping_attention())
+    state = jax.eval_shape(functools.partial(first_state, model))
+    inputs = jax.eval_shape(model.inputs, jax.random.key(1))
+    started = time.perf_counter()
+    lowered = jax.jit(step_of(model, ops_of(form)), donate_argnums=0).lower(state, inputs)
+    after = time.perf_counter()
+    compiled = lowered.compile()
+    return compiled, {"lower_s": after - started, "compile_s": time.perf_counter() - after}
+
+
+def starts(name: str, form: str) -> list[dict[str, float]]:
+    """The seconds of two processes, of which the second one finds what the first one has kept on disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {
+            "JAX_COMPILATION_CACHE_DIR": f"{folder}/jax",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "TILEWRIGHT_CACHE_DIR": f"{folder}/tilewright",
+            "TRITON_CACHE_DIR": f"{folder}/triton",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
+        command = [sys.executable, "-c", f"from benchmarks import steps; steps.start({name!r}, {form!r})"]
+        done = [subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True) for _ in range(2)]
+    return [json.loads(each.stdout.splitlines()[-1]) for each in done]
+
+
+def start(name: str, form: str) -> None:
+    """Compiles a step in this process, and prints the seconds."""
+    print(json.dumps(compiled_step(MODELS[name], form)[1]))
 
 
 def losses(model: Model, program: Any, inputs: Arrays) -> list[float]:
@@ -151,13 +186,13 @@ def table(name: str, found: dict[str, Any]) -> str:
     lines = [f"{name}: {MODELS[name].source}, {MODELS[name].tokens} tokens"]
     for form, each in found.items():
         if "step_s" not in each:
-            lines.append(f"  {form:10} {each.get('error')}")
+            lines.append(f"  {form:20} {each.get('error')}")
             continue
         speed = f"{plain / each['step_s']:.3f} x plain" if plain else ""
         share = f"{each['share_of_peak']:.3f} of peak" if each["share_of_peak"] else ""
         memory = (each["temporary_bytes"] + each["argument_bytes"]) / 2**30
         lines.append(
-            f"  {form:10} {1e3 * each['step_s']:8.2f} ms  {speed}  {share}  {memory:.2f} GiB"
+            f"  {form:20} {1e3 * each['step_s']:8.2f} ms  {speed}  {share}  {memory:.2f} GiB"
             f"  lower {each['lower_s']:.1f} s, compile {each['compile_s']:.1f} s"
             f"  losses {' '.join(f'{loss:.4f}' for loss in each['losses'])}"
         )
@@ -172,10 +207,16 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--profile", nargs="*", default=(), choices=FORMS)
+    parser.add_argument("--starts", action="store_true")
     parser.add_argument("--name", default="steps")
     arguments = parser.parse_args()
     data: dict[str, Any] = {}
     for name in arguments.models:
+        if arguments.starts:
+            data[name] = {form: starts(name, form) for form in arguments.forms}
+            print(name, json.dumps(data[name], indent=1), flush=True)
+            record(arguments.name, {"models": data})
+            continue
         data[name] = measured(MODELS[name], arguments.forms, arguments.rounds, arguments.profile)
         print(table(name, data[name]), flush=True)
         record(arguments.name, {"models": data})

@@ -41,7 +41,7 @@ def test_every_form_of_a_model_takes_the_same_steps(name, monkeypatch):
 def test_a_form_takes_one_op_and_all_takes_every_one():
     taken = {form: {x.name for x in dataclasses.fields(steps.PLAIN) if _differs(form, x.name)} for form in steps.FORMS}
     assert taken["plain"] == set()
-    assert taken["all"] == {"attention", "rms", "layer", "mlp", "loss"}
+    assert taken["all, attention kept"] == taken["all"] == {"attention", "rms", "layer", "mlp", "loss"}
     assert set().union(*(taken[form] for form in steps.SWAPS)) == taken["all"]
 
 
@@ -55,3 +55,9 @@ def test_a_step_s_flops_are_those_of_its_matmuls():
     matrices = sum(x.size for name, x in w["stack"].items() if x.ndim == 3) + w["embedding"].size
     attention = 12 * model.stack.layers * model.batch * model.length**2 / 2 * 4 * 8
     assert model.flops() == pytest.approx(6 * model.batch * model.length * matrices + attention)
+
+
+def test_a_second_process_finds_what_the_first_one_kept():
+    first, second = steps.starts("gpt2", "all")
+    assert set(first) == set(second) == {"lower_s", "compile_s"}
+    assert second["compile_s"] < first["compile_s"]
