@@ -140,3 +140,13 @@ def test_my_packed_batch_in_nnx_under_jit():
         return y
 
     np.testing.assert_allclose(packed(layer, X, IDS), want, atol=1e-5)
+
+
+def test_i_look_at_the_weights_of_a_layer_that_calls_ours():
+    """``sow_weights`` costs their memory, which I asked for; the result is that of every other call."""
+    layer = nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=flax_attention)
+    params = layer.init(KEY, X)
+    y, sown = layer.apply(params, X, sow_weights=True, mutable="intermediates")
+    (weights,) = sown["intermediates"]["attention_weights"]
+    np.testing.assert_allclose(weights.sum(-1), np.ones((2, 4, 6)), atol=1e-5)
+    np.testing.assert_allclose(y, layer.apply(params, X), atol=1e-5)

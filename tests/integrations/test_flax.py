@@ -243,8 +243,17 @@ def test_lengths_and_segment_ids_have_the_batch_dimensions_of_the_query(shape: s
 
 
 WRONG = {
-    "weights to be sown": ({"module": object()}, ValueError, "sow_weights=True"),
-    "an einsum": ({"qk_attn_weights_einsum": jnp.einsum}, ValueError, "qk_attn_weights_einsum="),
+    "weights of lengths": (
+        {"module": nn.Module(), "query_seq_lengths": jnp.ones(2, int)},
+        ValueError,
+        "for sow_weights=True Flax's own dot_product_attention is called, which has no query_seq_lengths",
+    ),
+    "Linen's weights, causal": ({"module": nn.Module(), "is_causal": True}, ValueError, "has no is_causal"),
+    "an einsum on a platform": (
+        {"qk_attn_weights_einsum": jnp.einsum, "platform": "xla"},
+        ValueError,
+        "for qk_attn_weights_einsum .* has no platform",
+    ),
     "dropout without a generator": (
         {"dropout_rate": 0.1, "deterministic": False},
         ValueError,
@@ -272,10 +281,41 @@ def test_what_cannot_be_served_is_one_clear_error(name: str):
         dot_product_attention(*arrays(), **options)
 
 
-@layers
-def test_sown_weights_are_refused_in_the_layers_words(kind: str):
-    with pytest.raises(ValueError, match="sow_weights=True"):
-        layer(kind, dot_product_attention)(X, sow_weights=True)
+def sown(kind: str, attention_fn: Any, **options: Any) -> Any:
+    """The result of a layer and the weights that it has sown."""
+    sizes = {"num_heads": 4, "qkv_features": 32, "attention_fn": attention_fn, **options}
+    if kind == "linen":
+        module = nn.MultiHeadDotProductAttention(**sizes)
+        params = nn.MultiHeadDotProductAttention(num_heads=4, qkv_features=32).init(jax.random.key(0), X)
+        return module.apply(params, X, mask=CAUSAL, sow_weights=True, mutable="intermediates")
+    layer = nnx.MultiHeadAttention(in_features=24, decode=False, rngs=nnx.Rngs(0), **sizes)
+    out = layer(X, is_causal=True, sow_weights=True, deterministic="dropout_rate" not in options)
+    return out, nnx.pop(layer, nnx.Intermediate)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("linen", {}), ("nnx", {}), ("nnx", {"dropout_rate": 0.5})])
+def test_weights_are_sown_by_flaxs_own_function(kind: str, options: Any, monkeypatch: pytest.MonkeyPatch):
+    want = sown(kind, THEIRS[kind], **options)
+    theirs = {"linen": linen_attention, "nnx": nnx_attention}[kind]
+    # A program that puts ours in the place of theirs gets no recursion.
+    monkeypatch.setattr(theirs, "dot_product_attention", dot_product_attention)
+    got = sown(kind, dot_product_attention, **options)
+    weights = jax.tree.leaves(got[1])
+    assert weights
+    assert weights[0].shape == (2, 4, 6, 6)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(got), jax.tree.leaves(want))
+
+
+@pytest.mark.parametrize("kind", ["einsums", "complex"])
+def test_einsums_and_complex_numbers_are_computed_by_linens_own_function(kind: str):
+    operands, options = arrays(), {"mask": seen(scores((2,))), "deterministic": True}
+    if kind == "einsums":
+        options |= {"qk_attn_weights_einsum": jnp.einsum, "attn_weights_value_einsum": jnp.einsum}
+    else:
+        operands[0] = operands[0] + 1j * operands[0][..., ::-1]
+    want = THEIRS["linen"](*operands, **options)
+    np.testing.assert_array_equal(dot_product_attention(*operands, **options), want)
+    assert want.dtype == operands[0].dtype
 
 
 @layers

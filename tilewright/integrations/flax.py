@@ -6,6 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+
+# Imported under their own names: a program may replace them by ours.
+from flax.linen import dot_product_attention as linen_attention
+from flax.nnx import dot_product_attention as nnx_attention
 from jax.typing import ArrayLike, DTypeLike
 
 from tilewright.kernels.op.arguments import PlatformLike, PrecisionLike, number
@@ -26,7 +31,7 @@ def dot_product_attention(
     dtype: DTypeLike | None = None,
     precision: PrecisionLike = None,
     module: object = None,
-    force_fp32_for_softmax: bool = True,
+    force_fp32_for_softmax: bool = False,
     einsum_dot_general: Callable[..., Any] | None = None,
     qk_attn_weights_einsum: Callable[..., Any] | None = None,
     attn_weights_value_einsum: Callable[..., Any] | None = None,
@@ -47,6 +52,9 @@ def dot_product_attention(
     drops other positions, by the kernels' own generator, which ``dropout_rng`` seeds: the same share, and the same
     positions for the same key.
 
+    Attention weights are never in memory here. Where they are wanted (``sow_weights=True``, which gives a ``module``,
+    or einsums), and for complex numbers, Flax's own function computes everything, with its memory and its dropout.
+
     Args:
       query: ``[batch..., q_length, heads, head_dim]``, with any number of batch dimensions or none.
       key: ``[batch..., kv_length, kv_heads, head_dim]``; ``kv_heads`` divides ``heads``.
@@ -59,11 +67,11 @@ def dot_product_attention(
       deterministic: whether there is no dropout.
       dtype: of the computation; inferred if ``None``.
       precision: of the matmuls.
-      module: must be ``None``: attention weights that are never in memory cannot be sown.
-      force_fp32_for_softmax: taken and not used: logits and sums are float32 always.
-      einsum_dot_general: must be ``None``, like the two below: the kernels do their own products.
-      qk_attn_weights_einsum: must be ``None``.
-      attn_weights_value_einsum: must be ``None``.
+      module: the layer that sows the weights, of Linen or NNX; then Flax's own function runs, as with the three below.
+      force_fp32_for_softmax: for Flax's own function; logits and sums are float32 always in ours.
+      einsum_dot_general: Linen's, for quantized products.
+      qk_attn_weights_einsum: Linen's, in place of ``jnp.einsum``.
+      attn_weights_value_einsum: Linen's, in place of ``jnp.einsum``.
       promote_dtype: NNX's function that brings ``(query, key, value)`` to one dtype.
       is_causal: query ``i`` sees the keys up to ``i``.
       query_seq_lengths: ``[batch...]`` integers; later queries attend to nothing, and their results are zeros.
@@ -76,14 +84,45 @@ def dot_product_attention(
       ``[batch..., q_length, heads, value_dim]``.
 
     Raises:
-      ValueError, TypeError: an option that cannot be served, dropout without a key, or see ``flash_attention``.
+      ValueError, TypeError: an option that Flax's own function lacks where that runs, dropout without a key, or see
+        ``flash_attention``.
     """
-    _refuse(
-        module=module,
-        einsum_dot_general=einsum_dot_general,
-        qk_attn_weights_einsum=qk_attn_weights_einsum,
-        attn_weights_value_einsum=attn_weights_value_einsum,
-    )
+    linens: dict[str, Any] = {
+        "einsum_dot_general": einsum_dot_general,
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    wants = [name for name, value in {"module": module, **linens}.items() if value is not None]
+    if wants or any(jnp.iscomplexobj(array) for array in (query, key, value)):
+        of_nnx = isinstance(module, nnx.Module)
+        _refuse(
+            wants[0] if wants else "complex numbers",
+            is_causal=is_causal and not of_nnx,
+            promote_dtype=promote_dtype and not of_nnx,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            q_segment_ids=q_segment_ids,
+            kv_segment_ids=kv_segment_ids,
+            platform=platform,
+        )
+        both: dict[str, Any] = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "bias": bias,
+            "mask": mask,
+            "broadcast_dropout": broadcast_dropout,
+            "dropout_rng": dropout_rng,
+            "dropout_rate": dropout_rate,
+            "deterministic": deterministic,
+            "dtype": dtype,
+            "precision": precision,
+            "module": module,
+        }
+        if of_nnx:
+            promotes: dict[str, Any] = {} if promote_dtype is None else {"promote_dtype": promote_dtype}
+            return nnx_attention(is_causal=is_causal, **both, **promotes)
+        return linen_attention(force_fp32_for_softmax=force_fp32_for_softmax, **both, **linens)
     arrays: Sequence[jax.Array] = [jnp.asarray(array) for array in (query, key, value)]
     arrays = _promoted(arrays, dtype) if promote_dtype is None else promote_dtype(tuple(arrays), dtype=dtype)
     _check_shapes(*arrays)
@@ -111,15 +150,12 @@ def dot_product_attention(
     return out.reshape(*batch, q_length, rows[0].shape[-2], rows[2].shape[-1])
 
 
-def _refuse(**options: Any) -> None:
-    """Raises for options that need the attention weights, which are never in memory."""
+def _refuse(wants: str, **options: Any) -> None:
+    """Raises for options that Flax's own function lacks."""
     for name, value in options.items():
-        if value is not None:
-            weights = "sow_weights=True" if name == "module" else f"{name}="
-            raise ValueError(
-                f"tilewright's attention has no weights in memory and cannot serve {weights}; use Flax's own "
-                "dot_product_attention as the attention_fn of this layer"
-            )
+        if value is not None and value is not False:
+            weights = "sow_weights=True" if wants == "module" else wants
+            raise ValueError(f"for {weights} Flax's own dot_product_attention is called, which has no {name}")
 
 
 def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
