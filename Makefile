@@ -11,6 +11,7 @@ STAMP := .make/installed
 AOT := .aot/venv
 KERNELS := .kernels/venv
 DOCS := .docs/venv
+PROGRAMS := .programs/venv
 PYTHON ?= $(VENV)/bin/python
 # The processes of pytest-xdist; of tests/conftest.py the suite (quick, test or full) and the hypothesis profile (dev, ci
 # or full). Of make test-costs: the tests to measure, all without a record if none are named.
@@ -21,13 +22,14 @@ PYTEST_ARGS ?=
 TESTS ?=
 # Of make wheel-test and make sdist-test: such as --python python3.14 --require jax==0.11.2; and the sdist's tests to run.
 SHIP_ARGS ?=
+PROGRAM ?=
 # Of make kernels-wheel: such as --arch 90a --group bf16_k128 -j 8. And the CUDA whose nvcc compiles: drivers for any
 # release of a major version run what its first one made.
 KERNELS_ARGS ?=
 KERNELS_CUDA ?= 13.0
 SDIST_TESTS ?= tests/test_packaging.py tests/test_docs.py tests/ops tests/modules tests/cli tests/tools
 
-.PHONY: help install quick test test-full test-costs lint types unit aot test-gpu memcheck wheel-test sdist-test kernels-wheel demo generate \
+.PHONY: help install quick test test-full test-costs lint types unit aot test-gpu memcheck wheel-test sdist-test kernels-wheel programs demo generate \
   bench table stubs picture docs format clean
 
 help:
@@ -46,6 +48,7 @@ help:
 	@echo 'make wheel-test builds sdist and wheel, and runs README and docs with the wheel alone (SHIP_ARGS=--python python3.14)'
 	@echo 'make sdist-test runs tests of the unpacked sdist (SDIST_TESTS=...)'
 	@echo 'make kernels-wheel compiles the CUDA kernels that calls can come to into a wheel (KERNELS_ARGS=--arch 90a); hours on few cores'
+	@echo 'make programs  models of gemma and Tunix with our ops in place, beside what they are without (PROGRAM=a part of a name)'
 	@echo 'make bench     the benchmarks; writes benchmarks/results/'
 	@echo 'make table     writes the tables of docs/capabilities.md'
 	@echo 'make stubs     writes the types of the public functions, tilewright/modules/__init__.pyi'
@@ -153,6 +156,20 @@ kernels-wheel: .kernels/installed-$(KERNELS_CUDA)
 	  'cuda-toolkit[nvcc,cudart,cccl]==$(KERNELS_CUDA).*'
 	@rm -f $(@D)/installed-* && touch $@
 
+programs: .programs/installed
+	@$(PROGRAMS)/bin/python -m tools.model_programs '$(PROGRAM)'
+
+# An environment of its own, of what the libraries require: with TensorFlow 3.4 GB. uv, because pip tries releases of
+# google-cloud-* for more than ten minutes; the versions, because the edits name lines of theirs.
+.programs/installed: pyproject.toml .python-version $(STAMP)
+	@[ -x $(PROGRAMS)/bin/python ] || $(VENV)/bin/python -m venv $(PROGRAMS); \
+	jax="$$($(VENV)/bin/python -c 'import jax; print(jax.__version__)')"; \
+	echo "installing gemma and Tunix beside jax $$jax into $(PROGRAMS)"; \
+	$(PROGRAMS)/bin/python -m pip install --quiet --disable-pip-version-check uv; \
+	$(PROGRAMS)/bin/uv pip install --quiet --python $(PROGRAMS)/bin/python -e . gemma==4.0.1 google-tunix==0.1.7 \
+	  "jax==$$jax" "jaxlib==$$jax"
+	@mkdir -p $(@D) && touch $@
+
 demo: $(STAMP)
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) examples/train_demo.py
 
@@ -190,4 +207,4 @@ format: $(STAMP)
 	@$(PYTHON) -m ruff format
 
 clean:
-	rm -rf $(VENV) .make .aot .kernels .docs .demo .mutants .jax_cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .make .aot .kernels .docs .programs .demo .mutants .jax_cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
