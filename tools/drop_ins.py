@@ -9,7 +9,7 @@ python -m tools.drop_ins paged_attention FOLDER --every 60  # of 864 tests, whic
 
 Each suite runs twice, once as the library has it and once replaced, in processes of their own. The output is a row of
 the table in docs/notes/drop_ins.md, each test that fails only when replaced, with the reason, and how many tests
-reached what was replaced. It exits with 1 if a test fails only when replaced.
+reached what was replaced. It exits with 1 if a test that is none of `EXPECTED` fails only when replaced.
 The tests are theirs and are not kept here: download them (the sdists of Flax have them, those of Equinox and JAX do
 not), of versions near those that are installed.
 """
@@ -31,6 +31,11 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 OUTCOMES = ("passed", "failed", "skipped")
+
+EXPECTED: Mapping[str, str] = {
+    "test_causal_mask_equivalence1": "no query sees a key: zeros in ours, the average in Flax's own for weights"
+}
+"""What a replaced test may fail with, by its name: the pages say that the results differ."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,11 +237,11 @@ def run(name: str, folder: Path, *, replaced: bool, every: int = 1) -> Result:
     return found
 
 
-def differences(theirs: Result, ours: Result) -> Iterator[tuple[str, str]]:
-    """Each test that passes only where nothing is replaced, and the reason."""
+def differences(theirs: Result, ours: Result) -> Iterator[tuple[str, str, str]]:
+    """Each test that passes only where nothing is replaced, the reason, and what of `EXPECTED` that is, if any."""
     for test, outcome in ours.outcomes.items():
         if outcome == "failed" and theirs.outcomes.get(test) != "failed":
-            yield test, ours.reasons[test]
+            yield test, ours.reasons[test], EXPECTED.get(test.rpartition("::")[2], "")
 
 
 def row(name: str, theirs: Result, ours: Result) -> str:
@@ -257,10 +262,10 @@ def main(arguments: list[str] | None = None) -> int:
     theirs, ours = (run(given.suite, given.folder, replaced=each, every=given.every) for each in (False, True))
     print(row(given.suite, theirs, ours))
     found = list(differences(theirs, ours))
-    for test, reason in found:
-        print(f"{test}\n  {' '.join(reason.split())[:300]}")
+    for test, reason, expected in found:
+        print(f"{test}\n  {expected or 'NOT EXPECTED'}: {' '.join(reason.split())[:300]}")
     print(f"{len(ours.reached)} of {len(ours.outcomes)} tests reached ours")
-    return 1 if found or not ours.reached else 0
+    return 1 if any(not expected for _, _, expected in found) or not ours.reached else 0
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_a_test_that_fails_only_with_ours_is_told_with_its_reason(tmp_path: Path
     assert main(["equinox", str(folder(tmp_path, "equinox"))]) == 1
     out = capsys.readouterr().out
     assert "| 2 / 0 / 0 | 1 / 1 / 0 |" in out
-    assert "test_multihead_attention_is_equinox\n  " in out
+    assert "test_multihead_attention_is_equinox\n  NOT EXPECTED: " in out
     assert "1 of 2 tests reached ours" in out
 
 
@@ -57,11 +57,16 @@ def test_a_folder_without_the_tests_is_an_error(tmp_path: Path, capsys: pytest.C
     assert "has no tests/linen/linen_attention_test.py" in capsys.readouterr().err
 
 
-def test_what_fails_without_ours_is_none_of_ours():
-    theirs = Result({"a": "passed", "b": "passed", "c": "failed", "d": "passed"}, {"c": "wrong"}, [])
-    ours = Result({"a": "passed", "b": "failed", "c": "failed", "d": "skipped"}, {"b": "nan", "c": "wrong"}, [])
-    assert list(differences(theirs, ours)) == [("b", "nan")]
-    assert row("flax", theirs, ours).endswith("| 3 / 1 / 0 | 1 / 2 / 1 |")
+def test_what_fails_without_ours_is_none_of_ours_and_what_pages_say_is_expected():
+    known, said = next(iter(drop_ins.EXPECTED.items()))
+    theirs = Result({"a": "passed", f"f::{known}": "passed", "c": "failed", "d": "passed"}, {"c": "wrong"}, [])
+    ours = Result(
+        {"a": "failed", f"f::{known}": "failed", "c": "failed", "d": "skipped"},
+        {"a": "nan", f"f::{known}": "0", "c": "wrong"},
+        [],
+    )
+    assert list(differences(theirs, ours)) == [("a", "nan", ""), (f"f::{known}", "0", said)]
+    assert row("flax", theirs, ours).endswith("| 3 / 1 / 0 | 0 / 3 / 1 |")
 
 
 def test_every_suite_names_files_and_a_library():

@@ -66,6 +66,9 @@ def side(float32: float = 0.0, bfloat16: float = 0.01) -> Mapping[str, Mapping[s
 
 def test_equal_programs_are_right_and_give_a_row():
     assert list(judged(side(), side(1e-6), CALLS, ("glu",))) == []
+    assert (
+        list(judged(side(bfloat16=0.3), side(8e-5, 0.2), CALLS, ("glu",))) == []
+    )  # it amplifies its own roundings, too
     assert row("gemma", side(), side(2e-6), CALLS).startswith(
         "| gemma | `glu` 2 + 2 + 2 | 2e-06 | 2e-06 | 2e-06 | 1.0e-02 /"
     )
@@ -84,6 +87,14 @@ def test_equal_programs_are_right_and_give_a_row():
 )
 def test_what_is_wrong_is_said(ours: Mapping[str, Mapping[str, np.ndarray]], calls: Mapping[str, int], said: str):
     assert said in list(judged(side(), ours, calls, ("glu",)))
+
+
+def test_a_gradient_of_roundings_alone_is_not_compared():
+    theirs, ours = side(), side()
+    for found, values in ((theirs, (1e-9, 1e-3)), (ours, (-1e-9, 2e-3))):
+        for results, value in zip(found.values(), values, strict=True):
+            results["gradient scale"] = np.array(value)  # type: ignore[index]
+    assert list(judged(theirs, ours, CALLS, ("glu",))) == []
 
 
 def test_parameters_of_other_names_are_wrong():
