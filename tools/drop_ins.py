@@ -5,7 +5,7 @@ python -m tools.drop_ins flax FOLDER            # an unpacked sdist of Flax
 python -m tools.drop_ins dot_product_attention FOLDER       # JAX's repository, as the three below
 python -m tools.drop_ins ragged_dot FOLDER
 python -m tools.drop_ins ragged_paged_attention FOLDER
-python -m tools.drop_ins paged_attention FOLDER --every 60  # of 864 tests, which take hours on a CPU
+python -m tools.drop_ins paged_attention FOLDER --every 30  # of 864, some seconds each on a CPU
 
 Each suite runs twice, once as the library has it and once replaced, in processes of their own. The output is a row of
 the table in docs/notes/drop_ins.md, each test that fails only when replaced, with the reason, and how many tests
