@@ -114,7 +114,7 @@ def measured(model: Model, forms: Sequence[str], rounds: int, profiled: Sequence
         }
     for form in profiled:
         if form in programs:
-            found[form]["kernels_ms"] = kernels(steps(programs[form]))
+            found[form]["kernels"] = kernels(steps(programs[form]))
     return found
 
 
@@ -160,8 +160,8 @@ def losses(model: Model, program: Any, inputs: Arrays) -> list[float]:
     return said
 
 
-def kernels(run: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds of a step in each kernel of the device, most first, from a trace of three steps."""
+def kernels(run: Callable[[], Any]) -> dict[str, tuple[float, float]]:
+    """Milliseconds and launches of a step in each kernel of the device, most first, from a trace of three steps."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
@@ -175,10 +175,12 @@ def kernels(run: Callable[[], Any]) -> dict[str, float]:
         if e.get("name") == "thread_name" and e["pid"] in devices and "Stream" in e["args"]["name"]
     }
     total: collections.Counter[str] = collections.Counter()
+    launches: collections.Counter[str] = collections.Counter()
     for e in events:
         if e.get("ph") == "X" and (e["pid"], e["tid"]) in streams:
             total[e["name"]] += e["dur"] / 1e3 / 3
-    return dict(total.most_common())
+            launches[e["name"]] += 1
+    return {name: (ms, launches[name] / 3) for name, ms in total.most_common()}
 
 
 def table(name: str, found: dict[str, Any]) -> str:
@@ -196,8 +198,8 @@ def table(name: str, found: dict[str, Any]) -> str:
             f"  lower {each['lower_s']:.1f} s, compile {each['compile_s']:.1f} s"
             f"  losses {' '.join(f'{loss:.4f}' for loss in each['losses'])}"
         )
-        for kernel, ms in list(each.get("kernels_ms", {}).items())[:40]:
-            lines.append(f"      {ms:8.3f} ms  {kernel[:110]}")
+        for kernel, (ms, launches) in list(each.get("kernels", {}).items())[:40]:
+            lines.append(f"      {ms:8.3f} ms  {launches:5.0f} x  {kernel[:110]}")
     return "\n".join(lines)
 
 
