@@ -1,5 +1,7 @@
 """Rematerialisation: JAX's policies keep of a call what they keep of the matmul it stands for, and each byte once."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax._src.ad_checkpoint import saved_residuals  # what jax.ad_checkpoint.print_saved_residuals prints
 from jax.extend.core import jaxpr_as_fun
 
+import tilewright
 from tests.support.draws import draw
 from tilewright.modules import (
     flash_attention,
@@ -18,6 +21,7 @@ from tilewright.modules import (
     matmul,
     rms_norm,
 )
+from tilewright.ops.lowering import call as lowering_call
 
 POLICIES = jax.checkpoint_policies
 X = draw(2, 32, 4, 16)
@@ -264,3 +268,17 @@ def test_second_derivatives_pass_through_what_is_kept():
         return jax.jvp(gradient, (TOKENS,), (jnp.ones_like(TOKENS),))[1]
 
     np.testing.assert_allclose(along(checkpointed), along(plain_mlp), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("runs_twice", [True, False])
+def test_an_output_that_a_loop_keeps_is_set_apart_from_its_kernel_where_xla_would_run_it_again(monkeypatch, runs_twice):
+    monkeypatch.setattr(lowering_call, "_RUNS_KERNELS_TWICE", runs_twice)
+    x = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
+    step = jax.grad(lambda x: jnp.sin(flash_attention(x, x, x, causal=True).astype(jnp.float32)).sum())
+    with tilewright.target_device("NVIDIA H100 80GB HBM3"):
+        text = jax.jit(step).lower(x).as_text()
+    body = text[text.index("func.func private @tilewright.flash_attention.forward") :]
+    body = body[: body.index("}\n")]
+    barriers = re.findall(r"= stablehlo.optimization_barrier .* : (\S+)", body)
+    # The output alone: log-sum-exps go into the array of all steps without a copy.
+    assert barriers == (["tensor<1x256x4x64xbf16>"] if runs_twice else [])

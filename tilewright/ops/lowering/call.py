@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
+from jaxlib.version import __version_info__ as jaxlib_version
 
 from tilewright.errors import TargetDeviceError
 from tilewright.ops.config.agreement import run_by
@@ -297,14 +298,28 @@ def code_of(
     # If the program is lowered only for inspection, only its labels are read. Lowering the call's code would take
     # seconds and may need packages that are not installed.
     only_inspected = inspected and _is_opaque(results)
+    apart = frozenset[int]()
+    if _RUNS_KERNELS_TWICE and device.kind == "gpu" and call.stage == "forward" and not only_inspected:
+        apart = _outputs_of_kernels(known.program, results)
 
     def code(*operands: jax.Array) -> list[Any]:
         if only_inspected:
             return [jnp.zeros(results.avals[i].shape, results.avals[i].dtype) for i in picked]
         found = run(known, *operands)
-        return [found[i] for i in picked]
+        return [jax.lax.optimization_barrier(found[i]) if i in apart else found[i] for i in picked]
 
     return code
+
+
+_RUNS_KERNELS_TWICE = jaxlib_version < (0, 12)
+"""Before 0.12 XLA makes one operation of a kernel and the write of its result into the array of all steps of a loop. If
+the step uses the result itself, too, the kernel then runs once for each. A barrier keeps it from that."""
+
+
+def _outputs_of_kernels(program: Program, results: Results) -> frozenset[int]:
+    """The results of a forward pass by kernels that are outputs, which the rest of a program uses."""
+    outputs = results.tree.children()[0].num_leaves
+    return frozenset(index for index, _ in results.sources[:outputs]) if runs_kernels(program) else frozenset()
 
 
 def _is_opaque(results: Results) -> bool:

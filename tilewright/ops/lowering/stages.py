@@ -202,7 +202,9 @@ def _has_kernel(jaxpr: Jaxpr) -> bool:
     return any(eqn.primitive.name in KERNELS for eqn in jaxpr.eqns) or any(_has_kernel(part) for part in inner)
 
 
-KERNELS = frozenset({"pallas_call", "ffi_call", "triton_kernel_call", "core_map"})
+KERNELS = frozenset({
+    "pallas_call", "core_map", "mpmd_map", "ffi_call", "triton_kernel_call", "tilewright_triton",
+})  # fmt: skip
 """The names of the primitives of kernels."""
 
 
