@@ -41,7 +41,7 @@ def kernel(
         store_unoptimised(out, change(ones, bits, coord))
 
     result = jax.ShapeDtypeStruct((64, columns), dtype)
-    return lambda keys: run_kernel(body, keys, result, None, num_ctas=1)
+    return lambda keys: run_kernel(body, keys, result, None, role="draw", num_ctas=1)
 
 
 def ptx_of(function: Callable[..., Any], *arguments: Any) -> str:

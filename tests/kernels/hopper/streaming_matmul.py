@@ -112,5 +112,7 @@ def streaming_matmul(
     out_type = jax.ShapeDtypeStruct((a.shape[0], columns), a.dtype)
     scratch = (*plans, SharedTile((CONSUMERS * ROWS, columns), a.dtype).scratch())
     num_ctas = a.shape[0] // (CONSUMERS * ROWS)
-    out: jax.Array = run_kernel(body, (a, b), out_type, scratch, num_ctas=num_ctas, warpgroups=CONSUMERS + 1)
+    out: jax.Array = run_kernel(
+        body, (a, b), out_type, scratch, role="stream", num_ctas=num_ctas, warpgroups=CONSUMERS + 1
+    )
     return out

@@ -168,7 +168,7 @@ def test_a_scalar_of_one_is_a_constant(given: list[Any]):
     run.trace(jnp.ones((8,)), jnp.ones((3, 8))).lower(lowering_platforms=("cuda",))
     ((program, *_, parameters),) = given
     assert parameters == [(0, 16), (0, 16), (0, 16)]
-    (entry,) = re.findall(r"\.entry append\((.*?)\)", program[4], re.DOTALL)
+    (entry,) = re.findall(r"\.entry tilewright_append\((.*?)\)", program[4], re.DOTALL)
     assert entry.count(".param") >= len(parameters)
 
 

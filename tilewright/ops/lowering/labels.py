@@ -39,7 +39,7 @@ _USER = re.compile(r"tilewright\.label\.([\w%~\-]+)\.end\b", re.ASCII)
 # XLA replaces all other characters in the names of functions; a dot ends a part of a label.
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_]")
 
-_ATTRIBUTES, _CALLS = "mhlo.frontend_attributes", "tilewright.calls"
+_ATTRIBUTES, _CALLS = "mhlo.frontend_attributes", "tilewright_calls"
 
 # A compression dictionary of text found in most payloads. Part of the format: v1 means these bytes.
 _DICTIONARY = (
@@ -123,7 +123,7 @@ def call_name(text: str, choice: str) -> str:
       choice: what runs it.
     """
     _, _, op, direction, _, _ = text.split(".")
-    return f"tilewright.{op}.{direction}.{_NOT_IN_NAMES.sub('_', choice)}.{_digest(text)}"
+    return "tilewright.{}.{}.{}.{}".format(op, direction, _NOT_IN_NAMES.sub("_", choice), _digest(text))
 
 
 def _digest(text: str) -> str:
