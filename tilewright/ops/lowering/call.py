@@ -40,7 +40,7 @@ from tilewright.ops.lowering.labels import call_label, call_name, labelled
 from tilewright.ops.lowering.lowering import KnownProgram, results_of, run
 from tilewright.ops.lowering.mlir_modules import Value
 from tilewright.ops.lowering.programs import Programs, record
-from tilewright.ops.lowering.stages import CHOOSING, Program, Results, Stage, runs_kernels
+from tilewright.ops.lowering.stages import CHOOSING, Program, Results, Stage
 from tilewright.ops.lowering.surroundings import is_automatic, operand_devices, program_devices
 from tilewright.ops.types import Device, Direction, MappedAxis
 from tilewright.ops.utils.describe import describe_config, describe_key
@@ -267,7 +267,7 @@ def select(
     """
     selection, label = decide(call, avals, mapped, device)
     is_run = call.selector.overrides.token is None  # otherwise the program is inspected only, and may lack packages
-    if is_whole and is_run and runs_kernels(call.program(selection.config, avals, mapped, device)):
+    if is_whole and is_run and results_of(call.program(selection.config, avals, mapped, device)).has_kernels:
         _warn_of_whole(f"{call.kernel.name} {call.direction}")
     return labelled_as(code_of(call, selection.config, avals, mapped, device), label, selection.config)
 
@@ -300,7 +300,7 @@ def code_of(
     only_inspected = inspected and _is_opaque(results)
     apart = frozenset[int]()
     if _RUNS_KERNELS_TWICE and device.kind == "gpu" and call.stage == "forward" and not only_inspected:
-        apart = _outputs_of_kernels(known.program, results)
+        apart = _outputs_of_kernels(results)
 
     def code(*operands: jax.Array) -> list[Any]:
         if only_inspected:
@@ -316,10 +316,10 @@ _RUNS_KERNELS_TWICE = jaxlib_version < (0, 12)
 the step uses the result itself, too, the kernel then runs once for each. A barrier keeps it from that."""
 
 
-def _outputs_of_kernels(program: Program, results: Results) -> frozenset[int]:
+def _outputs_of_kernels(results: Results) -> frozenset[int]:
     """The results of a forward pass by kernels that are outputs, which the rest of a program uses."""
     outputs = results.tree.children()[0].num_leaves
-    return frozenset(index for index, _ in results.sources[:outputs]) if runs_kernels(program) else frozenset()
+    return frozenset(index for index, _ in results.sources[:outputs]) if results.has_kernels else frozenset()
 
 
 def _is_opaque(results: Results) -> bool:

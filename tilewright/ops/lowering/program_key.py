@@ -104,6 +104,7 @@ def written(results: Results) -> dict[str, Any] | None:
             "avals": _written_avals(results.avals),
             "tree": tagged(results.tree.unflatten(indices)),
             "sources": [[index, _written_reshaping(reshaping)] for index, reshaping in results.sources],
+            "has_kernels": results.has_kernels,
         }
     except (TypeError, NotDescribableError, *REBUILD_ERRORS) as error:
         logger.debug("results are not kept on disk: %s", error)
@@ -119,7 +120,7 @@ def read(about: Mapping[str, Any]) -> Results | None:
         if leaves != list(range(len(avals))):
             return None
         sources = tuple((index, _read_reshaping(reshaping)) for index, reshaping in about["sources"])
-        return Results(avals, tree, frozenset(), sources)
+        return Results(avals, tree, frozenset(), sources, has_kernels=about["has_kernels"])
     except (KeyError, TypeError, *REBUILD_ERRORS) as error:
         logger.debug("results cannot be rebuilt: %s", error)
         return None

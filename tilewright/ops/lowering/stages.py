@@ -137,6 +137,7 @@ class Results:
       effects: the program's effects; a frozen set.
       sources: for each result the index of the first equal one, or of the one that it is a reshape of, and the reshape.
       chooses: True if the program calls other kernels, whose configs are chosen when it is lowered.
+      has_kernels: True if it contains a kernel or a foreign call, which XLA cannot look into, and therefore not split.
     """
 
     avals: tuple[Any, ...]
@@ -144,6 +145,7 @@ class Results:
     effects: Any
     sources: tuple[tuple[int, "Reshaping | None"], ...]
     chooses: bool = False
+    has_kernels: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -179,8 +181,8 @@ def _trace(program: Program) -> tuple[Any, Results]:
     direction = "backward" if program.stage.name in ("backward", "gradients") else "forward"
     with without_label(), without_source_locations(), running(program.stage.kernel.name, direction):
         jaxpr = _without_references(jax.make_jaxpr(flat)(*program.avals))
-    sources, chooses = tuple(_sources(jaxpr.jaxpr)), _chooses(jaxpr.jaxpr)
-    return jaxpr, Results(tuple(jaxpr.out_avals), tree[0], frozenset(jaxpr.effects), sources, chooses)
+    found = tuple(_sources(jaxpr.jaxpr)), _chooses(jaxpr.jaxpr), _has_kernel(jaxpr.jaxpr)
+    return jaxpr, Results(tuple(jaxpr.out_avals), tree[0], frozenset(jaxpr.effects), *found)
 
 
 CHOOSING: set[Any] = set()
@@ -190,11 +192,6 @@ CHOOSING: set[Any] = set()
 def _chooses(jaxpr: Jaxpr) -> bool:
     inner = (part for eqn in jaxpr.eqns for part in jax_core.jaxprs_in_params(eqn.params))
     return any(eqn.primitive in CHOOSING for eqn in jaxpr.eqns) or any(_chooses(part) for part in inner)
-
-
-def runs_kernels(program: Program) -> bool:
-    """True if a program contains what XLA cannot look into, and therefore cannot split: a kernel or a foreign call."""
-    return _has_kernel(traced(program)[0].jaxpr)
 
 
 def _has_kernel(jaxpr: Jaxpr) -> bool:
