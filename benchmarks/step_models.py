@@ -45,8 +45,12 @@ class Ops:
 def plain_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool, window: int | None, cap: float | None
 ) -> jax.Array:
-    """``jax.nn.dot_product_attention`` by cuDNN; with a soft cap, which that lacks, the formula as in Gemma's code."""
-    on: Any = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    """``jax.nn.dot_product_attention``; with a soft cap, which that lacks, the formula as in Gemma's code.
+
+    By cuDNN, for whose gradients JAX wants even lengths.
+    """
+    even = query.shape[1] % 2 == 0 and key.shape[1] % 2 == 0
+    on: Any = "cudnn" if even and jax.default_backend() == "gpu" else "xla"
     if cap is None:
         local = None if window is None else (window, 0)
         return jax.nn.dot_product_attention(
