@@ -26,16 +26,17 @@ def small(model: Model) -> Model:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_form_of_a_model_takes_the_same_steps(name, monkeypatch):
     monkeypatch.setitem(MODELS, name, small(MODELS[name]))
-    found = steps.measured(MODELS[name], steps.FORMS, 1, ())
+    forms = steps.FORMS if name == "llama_1b" else ("plain", "all")
+    found = steps.measured(MODELS[name], forms, 1, ())
     wanted = found["plain"]["losses"]
     # The loss of random labels, which falls as parameters move.
     assert wanted[0] == pytest.approx(np.log(50), rel=0.6)
     assert wanted[2] < wanted[0]
-    for form in steps.FORMS:
+    for form in forms:
         np.testing.assert_allclose(found[form]["losses"], wanted, rtol=1e-2)
         assert found[form]["step_s"] > 0
     text = steps.table(name, found)
-    assert all(form in text for form in steps.FORMS)
+    assert all(form in text for form in forms)
 
 
 def test_a_form_takes_one_op_and_all_takes_every_one():
