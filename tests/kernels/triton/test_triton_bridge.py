@@ -157,7 +157,7 @@ def test_lowering(given: list[Any]):
     assert "@triton_kernel_call_ffi" in text
     assert "output_tuple_indices = [1], operand_index = 1" in text
     ((program, *grid, parameters),) = given
-    assert (program[0], program[1], program[6], grid) == ("append", 4, 90, [1, 1, 1])
+    assert (program[0], program[1], program[6], grid) == ("tilewright_append", 4, 90, [1, 1, 1])
     assert ".target sm_90a" in program[4]
     assert parameters == [(0, 16), (0, 16), (2, "i32"), (0, 16)]
 
