@@ -141,7 +141,7 @@ class Stack:
       windows: of the layers in turn; ``None`` is no window.
       crosses: layers attend to another stack's output, too.
       norms_after: each half of a layer ends with a norm, too (Gemma 2).
-      policy: of ``jax.checkpoint``; ``None`` is none, and "off" no checkpoint.
+      policy: of ``jax.checkpoint``, which layers are under unless it is "off"; ``None`` keeps nothing.
     """
 
     layers: int

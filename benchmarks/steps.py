@@ -13,8 +13,6 @@ import argparse
 import collections
 import dataclasses
 import functools
-import glob
-import gzip
 import json
 import os
 import subprocess
@@ -29,11 +27,15 @@ import jax.numpy as jnp
 
 from benchmarks.common import interleaved, queued, record
 from benchmarks.step_models import MODELS, OURS, PLAIN, SWAPS, Arrays, Model, Ops
+from tilewright.kernels.op.roofline import peaks_of
+from tilewright.ops.tuning.timing import gpu_kernels, traced
+from tilewright.ops.utils.device import current_device
 
-PEAK = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
-"""FLOP/s of dense bfloat16 matmuls, by the maker's data sheet."""
 RATE, BETAS, DECAY = 1e-4, (0.9, 0.95), 0.1
-FORMS = ("plain", *SWAPS, "all", "all, attention kept")
+STEPS = 3
+"""Steps of a sample, of a trace, and of the losses that are compared."""
+KEPT = "all, attention kept"
+FORMS = ("plain", *SWAPS, "all", KEPT)
 
 
 def ops_of(form: str) -> Ops:
@@ -68,8 +70,8 @@ def first_state(model: Model) -> Any:
     @jax.jit
     def make(key: jax.Array) -> Any:
         w = model.parameters(key)
-        zeros = jax.tree.map(jnp.zeros_like, w)
-        return w, zeros, jax.tree.map(jnp.zeros_like, w), jnp.zeros((), jnp.float32)
+        first, second = (jax.tree.map(jnp.zeros_like, w) for _ in range(2))
+        return w, first, second, jnp.zeros((), jnp.float32)
 
     return make(jax.random.key(0))
 
@@ -101,16 +103,16 @@ def measured(model: Model, forms: Sequence[str], rounds: int, profiled: Sequence
             state[0], loss = program(state[0], inputs)
             return loss
 
-        return queued(run, (), 3)
+        return queued(run, (), STEPS)
 
     timings = interleaved({form: steps(program) for form, program in programs.items()}, rounds, warmup=1)
-    peak = PEAK.get(jax.devices()[0].device_kind)
+    peaks = peaks_of(current_device())
     for form, timing in timings.items():
-        seconds = timing.median / 3
-        found[form] |= {"time": timing.to_json(), "steps_of_a_sample": 3, "step_s": seconds}
+        seconds = timing.median / STEPS
+        found[form] |= {"time": timing.to_json(), "steps_of_a_sample": STEPS, "step_s": seconds}
         found[form] |= {
             "tokens_per_s": model.tokens / seconds,
-            "share_of_peak": peak and model.flops() / seconds / peak,
+            "share_of_peak": peaks and model.flops() / seconds / peaks.flops,
         }
     for form in profiled:
         if form in programs:
@@ -120,7 +122,7 @@ def measured(model: Model, forms: Sequence[str], rounds: int, profiled: Sequence
 
 def compiled_step(model: Model, form: str) -> tuple[Any, dict[str, float]]:
     """The step of a form, and the seconds that it took."""
-    if form.endswith("kept"):
+    if form == KEPT:
         model = dataclasses.replace(model, stack=model.stack.keeping_attention())
     state = jax.eval_shape(functools.partial(first_state, model))
     inputs = jax.eval_shape(model.inputs, jax.random.key(1))
@@ -154,7 +156,7 @@ def start(name: str, form: str) -> None:
 def losses(model: Model, program: Any, inputs: Arrays) -> list[float]:
     """The losses of three steps from the first parameters."""
     state, said = first_state(model), []
-    for _ in range(3):
+    for _ in range(STEPS):
         state, loss = program(state, inputs)
         said.append(float(loss))
     return said
@@ -162,25 +164,11 @@ def losses(model: Model, program: Any, inputs: Arrays) -> list[float]:
 
 def kernels(run: Callable[[], Any]) -> dict[str, tuple[float, float]]:
     """Milliseconds and launches of a step in each kernel of the device, most first, from a trace of three steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(run())
-        (file,) = glob.glob(f"{folder}/plugins/profile/*/*.trace.json.gz")
-        with gzip.open(file) as trace:
-            events = json.load(trace)["traceEvents"]
-    devices = {e["pid"] for e in events if e.get("name") == "process_name" and "device:GPU" in str(e["args"])}
-    streams = {
-        (e["pid"], e["tid"])
-        for e in events
-        if e.get("name") == "thread_name" and e["pid"] in devices and "Stream" in e["args"]["name"]
-    }
-    total: collections.Counter[str] = collections.Counter()
-    launches: collections.Counter[str] = collections.Counter()
-    for e in events:
-        if e.get("ph") == "X" and (e["pid"], e["tid"]) in streams:
-            total[e["name"]] += e["dur"] / 1e3 / 3
-            launches[e["name"]] += 1
-    return {name: (ms, launches[name] / 3) for name, ms in total.most_common()}
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    for name, time_ms in gpu_kernels(traced(lambda: jax.block_until_ready(run()))):
+        times[name].append(time_ms)
+    ordered = sorted(times.items(), key=lambda item: -sum(item[1]))
+    return {name: (sum(each) / STEPS, len(each) / STEPS) for name, each in ordered}
 
 
 def table(name: str, found: dict[str, Any]) -> str:
