@@ -67,6 +67,11 @@ class Selector:
     def explicit(self) -> Any:
         return None if self.cfg is None else self.cfg.value
 
+    @property
+    def only_inspects(self) -> bool:
+        """True if programs are lowered to be read, not run, maybe without the packages that they would run with."""
+        return self.overrides.token is not None
+
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Call:
@@ -250,7 +255,7 @@ def decide(call: Call, avals: Sequence[Any], mapped: tuple[MappedAxis, ...], dev
     record_if_enabled(inv)
     selection = call.selector.choose(inv)
     record(inv, selection)
-    if logger.isEnabledFor(logging.INFO) and call.selector.overrides.token is None:
+    if logger.isEnabledFor(logging.INFO) and not call.selector.only_inspects:
         origin = f"{selection.step}, {selection.detail}" if selection.detail else selection.step
         config = describe_config(selection.config)
         logger.info("%s %s %s: %s (%s)", inv.kernel.name, inv.direction, describe_key(inv.key), config, origin)
@@ -266,8 +271,8 @@ def select(
       is_whole: True if XLA splits the program, and the kernel does not say how it is split.
     """
     selection, label = decide(call, avals, mapped, device)
-    is_run = call.selector.overrides.token is None  # otherwise the program is inspected only, and may lack packages
-    if is_whole and is_run and results_of(call.program(selection.config, avals, mapped, device)).has_kernels:
+    is_known_whole = is_whole and not call.selector.only_inspects
+    if is_known_whole and results_of(call.program(selection.config, avals, mapped, device)).has_kernels:
         _warn_of_whole(f"{call.kernel.name} {call.direction}")
     return labelled_as(code_of(call, selection.config, avals, mapped, device), label, selection.config)
 
@@ -287,17 +292,17 @@ def code_of(
 ) -> Callable[..., list[Any]]:
     """A call's stage with a config as a function of the flat operands, lowered once for all programs."""
     known = KnownProgram(call.program(cfg, avals, mapped, device))
-    inspected = call.selector.overrides.token is not None
+    inspects = call.selector.only_inspects
     try:
         results = known.results
     except TargetDeviceError:  # its packages are on the target alone
-        if not inspected:
+        if not inspects:
             raise
         results = known_results(call, avals, mapped, device)
     picked = call.picked(results)
     # If the program is lowered only for inspection, only its labels are read. Lowering the call's code would take
     # seconds and may need packages that are not installed.
-    only_inspected = inspected and _is_opaque(results)
+    only_inspected = inspects and _is_opaque(results)
     apart = frozenset[int]()
     if _RUNS_KERNELS_TWICE and device.kind == "gpu" and call.stage == "forward" and not only_inspected:
         apart = _outputs_of_kernels(results)

@@ -7,6 +7,7 @@ that a kernel derives from residuals are computed from these where the policy ke
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -146,17 +147,17 @@ def _partial_eval(
     """
     kept: Kept = eqn.params["kept"]
     count = len(eqn.outvars)
+    absent = [not known for known in instantiated]
     if any(unknown):
-        given = [v for v, known in zip(eqn.invars, instantiated, strict=True) if not known]
-        return None, eqn, [True] * count, [True] * count, given
+        return None, eqn, [True] * count, [True] * count, list(itertools.compress(eqn.invars, absent))
     wishes = [kept.verdict(i, v.aval, policy) for i, v in enumerate(eqn.outvars)]
-    derivation = kept.derivation
-    if derivation is not None and not all(wishes[i] for i, _ in derivation.sources):
-        derivation = None  # the call runs again, and makes its outputs
     moved = [i for i, wish in enumerate(wishes) if isinstance(wish, Offloadable)]
-    derived = [i for i, wish in enumerate(wishes) if derivation is not None and kept.outputs[i] and not wish]
+    derivation, derived, used = kept.derivation, list[int](), list[int]()
+    # Of residuals that are not kept the call runs again, and makes its outputs.
+    if derivation is not None and all(wishes[i] for i, _ in derivation.sources):
+        derived = [i for i, wish in enumerate(wishes) if kept.outputs[i] and not wish]
+        used = sorted({i for i, _ in derivation.sources if wishes[i] is True}) if derived else []
     again = [i for i, wish in enumerate(wishes) if not wish and i not in derived]
-    used = sorted({i for i, _ in derivation.sources if wishes[i] is True}) if derivation is not None and derived else []
 
     def offloaded(*arrays: jax.Array) -> list[jax.Array]:
         return [*arrays, *(jax.device_put(arrays[i], _memory(wishes[i].dst)) for i in moved)]
@@ -165,8 +166,7 @@ def _partial_eval(
         known = dict(zip((*again, *moved, *used), arrays, strict=True))
         known |= {i: jax.device_put(known[i], _memory(wishes[i].src)) for i in moved}
         if derivation is not None and derived:
-            kept_arrays = {i: known[i] for i, _ in derivation.sources}
-            known |= dict(zip(derived, derivation(kept_arrays), strict=True))
+            known |= dict(zip(derived, derivation(known), strict=True))
         return [known[i] for i in (*moved, *derived, *again)]
 
     first, copies = eqn, []
@@ -174,7 +174,7 @@ def _partial_eval(
         first, made = _equation(eqn, offloaded, eqn.invars)
         copies = made[count:]
         first = first.replace(outvars=[*eqn.outvars, *copies])
-    missing = [eqn.invars[i] for i in again if not instantiated[i]]
+    missing = [eqn.invars[i] for i in again if absent[i]]
     second = None
     if moved or derived or again:
         operands = [*(eqn.invars[i] for i in again), *copies, *(eqn.outvars[i] for i in used)]

@@ -73,7 +73,6 @@ def _differentiable_code(
     call: Call, cfg: StaticLeaf, mapped: tuple[MappedAxis, ...], device: Device, label: str
 ) -> Callable[..., Any]:
     """The code of a call; the same function object each time, so that JAX compiles its derivatives once."""
-
     return labelled_as(call.function(cfg.value, mapped, device), label, cfg.value)
 
 

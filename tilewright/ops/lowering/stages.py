@@ -181,22 +181,20 @@ def _trace(program: Program) -> tuple[Any, Results]:
     direction = "backward" if program.stage.name in ("backward", "gradients") else "forward"
     with without_label(), without_source_locations(), running(program.stage.kernel.name, direction):
         jaxpr = _without_references(jax.make_jaxpr(flat)(*program.avals))
-    found = tuple(_sources(jaxpr.jaxpr)), _chooses(jaxpr.jaxpr), _has_kernel(jaxpr.jaxpr)
-    return jaxpr, Results(tuple(jaxpr.out_avals), tree[0], frozenset(jaxpr.effects), *found)
+    chooses = _contains(jaxpr.jaxpr, lambda primitive: primitive in CHOOSING)
+    has_kernels = _contains(jaxpr.jaxpr, lambda primitive: primitive.name in KERNELS)
+    sources, effects = tuple(_sources(jaxpr.jaxpr)), frozenset(jaxpr.effects)
+    return jaxpr, Results(tuple(jaxpr.out_avals), tree[0], effects, sources, chooses, has_kernels)
 
 
 CHOOSING: set[Any] = set()
 """The primitives whose lowering chooses a config."""
 
 
-def _chooses(jaxpr: Jaxpr) -> bool:
+def _contains(jaxpr: Jaxpr, is_wanted: Callable[[Any], bool]) -> bool:
+    """True if an equation of a jaxpr, or of one in it, has a primitive that is wanted."""
     inner = (part for eqn in jaxpr.eqns for part in jax_core.jaxprs_in_params(eqn.params))
-    return any(eqn.primitive in CHOOSING for eqn in jaxpr.eqns) or any(_chooses(part) for part in inner)
-
-
-def _has_kernel(jaxpr: Jaxpr) -> bool:
-    inner = (part for eqn in jaxpr.eqns for part in jax_core.jaxprs_in_params(eqn.params))
-    return any(eqn.primitive.name in KERNELS for eqn in jaxpr.eqns) or any(_has_kernel(part) for part in inner)
+    return any(is_wanted(eqn.primitive) for eqn in jaxpr.eqns) or any(_contains(part, is_wanted) for part in inner)
 
 
 KERNELS = frozenset({
