@@ -75,6 +75,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Values of a field, by the class that declares it: where its type does not tell them, or tells too many."""
 
+WIDTHS = ("d", "head_dim", "k")
+"""Fields of sizes that models have in multiples of 8; vocabularies, lengths and other widths may be any."""
+
 OF_VALUES = ("name", "sizes", "ignored", "shift", "residual_shift", "VocabularyCase.scale", "ServingCase.ragged")
 """Fields that change only the values of arrays, which no lowering sees."""
 
@@ -253,8 +256,15 @@ def _of_type(hint: Any, declared: list[Any]) -> Iterable[Any]:
     return {bool: (False, True), int: SIZES, types.NoneType: (None,)}.get(hint, ())
 
 
+def as_in_models(fields: dict[str, Any]) -> dict[str, Any]:
+    """In one dtype of 16 bits and with widths of whole 16 bytes: kernels for these calls serve few others."""
+    kept = {name: value for name, value in fields.items() if not name.endswith("_dtype")}
+    widths = {name: -(-kept[name] // 8) * 8 for name in WIDTHS if name in kept}
+    return {**kept, **widths, "dtype": "bfloat16"}
+
+
 def draw(op: str, device: str, seed: int) -> Call:
-    """The call of a seed."""
+    """The call of a seed: half of them as models have it, with the choice that it gets by default."""
     rng = random.Random(f"{op}-{seed}")
     small = kernel(op).cases.small
     share = rng.choice((0.15, 0.4, 0.8))
@@ -263,12 +273,17 @@ def draw(op: str, device: str, seed: int) -> Call:
         is_number_or_flag = isinstance(getattr(small, field.name), int)
         if rng.random() < (0.7 if is_number_or_flag else share):
             fields[field.name] = rng.choice(values_of(op, field.name))
+    is_default = rng.random() < 0.5
+    if is_default:
+        fields = as_in_models(fields)
     fields = repaired(small, fields, rng)
     fields = {name: value for name, value in fields.items() if value != getattr(small, name)}
     backends = [each.name for each in kernel(op).backends.usable]
     platforms = sorted({str(each.platform) for each in kernel(op).backends.usable})
     pick, platform = None, None
-    if rng.random() < 0.15:
+    if is_default:
+        pass
+    elif rng.random() < 0.15:
         platform = rng.choice(platforms)
     elif rng.random() < 0.75:
         pick = rng.randrange(len(backends)) if rng.random() < 0.6 else rng.randrange(1000)

@@ -63,14 +63,14 @@ CASES: dict[str, LinearCrossEntropyCase] = {
 
 
 def served(case: LinearCrossEntropyCase) -> LinearCrossEntropyCase:
-    """The case as the Hopper kernels take it: in 16 bits, with rows of whole 16 bytes."""
+    """The case as the Hopper kernels take it: in 16 bits, rows of x of whole 16 bytes, and a padded matrix or not."""
     whole = lambda size: -(-size // 8) * 8
     return dataclasses.replace(
         case,
         dtype="float16" if case.dtype == "float16" and case.reduction == "none" else "bfloat16",
         weight_dtype=None,
         d=whole(case.d),
-        vocab=max(case.vocab, 8) if case.vocab_first else whole(case.vocab),
+        vocab=whole(case.vocab) if case.reduction == "none" else case.vocab,
     )
 
 

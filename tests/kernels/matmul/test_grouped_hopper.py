@@ -97,6 +97,14 @@ def test_tiles(name: str, transposed: bool):
     everything(dataclasses.replace(case, transpose_rhs=transposed), *TILES[name])
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("k", "n"), [(72, 133), (65, 136), (67, 129)])
+def test_unaligned_rows(k: int, n: int, transposed: bool):
+    """Operands are copied with rows of whole 16 bytes, results and gradients cut."""
+    case = GroupedMatmulCase("", rows=600, k=k, n=n, groups=2, dtype="bfloat16", sizes=(290, 300))
+    everything(dataclasses.replace(case, transpose_rhs=transposed), SMALL, HopperGroupedBackwardParams(SMALL, SMALL))
+
+
 @pytest.mark.parametrize("params", [SMALL, PAIR, SIDE, TURNS])
 def test_no_races(params: MatmulParams):
     case = GroupedMatmulCase("", rows=130, k=72, n=136, groups=3, dtype="bfloat16", sizes=(50, 70, 2))

@@ -71,14 +71,14 @@ def check(
     near(got, want)
 
 
-SIZES = {"whole": (256, 256, 128), "odd": (200, 136, 72), "small": (8, 520, 8)}
+SIZES = {"whole": (256, 256, 128), "odd": (200, 136, 72), "small": (8, 520, 8), "unaligned": (264, 133, 75)}
 FLAGS = {"NN": (False, False), "NT": (False, True), "TN": (True, False), "TT": (True, True)}
 
 
 @pytest.mark.parametrize("layout", list(FLAGS))
 @pytest.mark.parametrize("name", list(SIZES))
 def test_layouts(layout: str, name: str):
-    """Of whole atoms and not, and all four layouts, forward and backward."""
+    """Of whole atoms and not, of rows that are copied to be aligned, and all four layouts, forward and backward."""
     check(*SIZES[name], FLAGS[layout], PARAMS["pair"])
 
 
@@ -104,12 +104,20 @@ def test_leading_dimensions_and_float32_results():
 
 
 @pytest.mark.parametrize(
-    ("activation", "transposed", "recompute"),
-    [("gelu_tanh", False, False), ("gelu_tanh", False, True), ("sigmoid", True, False), ("tanh", True, True)],
+    ("activation", "transposed", "recompute", "sizes"),
+    [
+        ("gelu_tanh", False, False, (70, 72, 200)),
+        ("gelu_tanh", False, True, (70, 72, 200)),
+        ("sigmoid", True, False, (70, 72, 200)),
+        ("tanh", True, True, (70, 72, 200)),
+        ("silu", False, False, (130, 70, 201)),
+        ("silu", True, True, (130, 72, 199)),
+    ],
 )
-def test_glu(activation: str, transposed: bool, recompute: bool):
-    x, gate, up = drawn(0, 2, 70, 72), 0.1 * drawn(1, 72, 200), 0.1 * drawn(2, 72, 200)
-    d_out = drawn(3, 2, 70, 200)
+def test_glu(activation: str, transposed: bool, recompute: bool, sizes: tuple[int, int, int]):
+    rows, k, n = sizes
+    x, gate, up = drawn(0, 2, rows, k), 0.1 * drawn(1, k, n), 0.1 * drawn(2, k, n)
+    d_out = drawn(3, 2, rows, n)
     stored = [each.T if transposed else each for each in (gate, up)]
     inputs = MatmulInputs(x, stored[0], "bfloat16", stored[1], activation=activation, transpose_rhs=transposed)
     backend = HopperGlu()
@@ -125,7 +133,7 @@ def test_glu(activation: str, transposed: bool, recompute: bool):
     with interpret_mosaic():
         got = jax.block_until_ready(jax.jit(both)(inputs, d_out))
     got = {name: each.reshape(-1, each.shape[-1]) if each.ndim == 3 else each for name, each in got.items()}
-    flat = exact(x).reshape(-1, 72), exact(gate), exact(up), exact(d_out).reshape(-1, 200)
+    flat = exact(x).reshape(-1, k), exact(gate), exact(up), exact(d_out).reshape(-1, n)
     near(got | {name: got[name].T for name in ("d_gate", "d_up") if transposed}, gate_oracle(activation, *flat))
 
 

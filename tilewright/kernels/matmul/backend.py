@@ -2,14 +2,22 @@
 
 import abc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from tilewright.kernels.matmul.inputs import MatmulInputs, MatmulResults
+from tilewright.kernels.matmul.inputs import MatmulInputs, MatmulResults, padded
 from tilewright.kernels.numerics.activations import gated_gradients, kept_apart
 from tilewright.kernels.op.backend import Backend
+
+PADDING_ROWS = 256
+"""Rows of a matrix from which on padded copies of operands pay: a copy of ``[k, n]`` takes as long as the MMAs of 350
+rows, and unaligned rows multiply the time by 2 to 4 (docs/notes/odd_sizes.md)."""
+
+PADDING_SIZE = 64
+"""The least k and n of copies."""
 
 
 class Products(abc.ABC):
@@ -43,16 +51,38 @@ class MatmulBackend[Forward, Backward](Backend[MatmulInputs, Any, Forward, Backw
     def recomputed_by(self, params: Backward) -> Forward | None:
         """The params by which a gated op's pre-activations are computed again; ``None`` to use those that were kept."""
 
+    multiple: ClassVar[int] = 1
+    """What k and n of operands of 16 bits are padded to multiples of, if enough rows gain by it."""
+
+    def pads(self, inputs: MatmulInputs) -> bool:
+        """True if the products are of padded copies."""
+        return (
+            self.multiple > 1
+            and (inputs.k % self.multiple != 0 or inputs.n % self.multiple != 0)
+            and inputs.lhs.dtype.itemsize == 2
+            and inputs.lhs_scale is None
+            and inputs.rhs_scale is None
+            and min(inputs.k, inputs.n) >= PADDING_SIZE
+            and inputs.rows >= PADDING_ROWS * inputs.matrices
+        )
+
+    def padded(self, inputs: MatmulInputs) -> MatmulInputs:
+        """The inputs of the products."""
+        return inputs.padded(self.multiple) if self.pads(inputs) else inputs
+
     def forward(self, inputs: MatmulInputs, params: Forward) -> MatmulResults:
         if inputs.is_empty:
             return MatmulResults(*[jnp.zeros(inputs.out_shape, inputs.out_dtype)] * inputs.num_results)
-        return MatmulResults(*(x.reshape(inputs.out_shape) for x in self.products(inputs, params).forward()))
+        padded = self.padded(inputs)
+        found = (x.reshape(padded.out_shape) for x in self.products(padded, params).forward())
+        return MatmulResults(*(_cut(x, inputs.out_shape) for x in found))
 
     def backward(self, inputs: MatmulInputs, results: Any, cotangents: jax.Array, params: Backward) -> dict[str, Any]:
         """Gradients of lhs and of the weights, of those that are used; of a gated op from both pre-activations."""
         if inputs.is_empty:
             return {name: jnp.zeros_like(inputs.arrays[name]) for name in ("lhs", *inputs.weights)}
-        products, d_products = self.products(inputs, params), [cotangents]
+        to_multiply = self.padded(inputs)
+        products, d_products = self.products(to_multiply, params), [cotangents]
         if inputs.activation is not None:
             again = self.recomputed_by(params)
             if again is not None:
@@ -61,11 +91,21 @@ class MatmulBackend[Forward, Backward](Backend[MatmulInputs, Any, Forward, Backw
             # get NaN, and reach no gradient.
             gate, up = results
             d_products = [*gated_gradients(inputs.activation, gate, up, cotangents, inputs.accumulator)]
+        if to_multiply is not inputs:
+            d_products = [padded(each, self.multiple, each.ndim - 1) for each in d_products]
         d_products, gradients = [products.rows(each) for each in d_products], {}
         if inputs.wants("lhs"):
             gradients["lhs"] = products.d_lhs(d_products)
         for name, d_product in zip(inputs.weights, d_products, strict=True):
             if inputs.wants(name):
                 gradients[name] = products.d_weight(name, d_product)
-        like = {name: inputs.arrays[name] for name in gradients}
-        return {name: x.reshape(like[name].shape).astype(like[name].dtype) for name, x in gradients.items()}
+        return {
+            name: _cut(x.reshape(to_multiply.arrays[name].shape), like.shape).astype(like.dtype)
+            for name, x in gradients.items()
+            for like in (inputs.arrays[name],)
+        }
+
+
+def _cut(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Without what padding added."""
+    return x if x.shape == shape else lax.slice(x, (0,) * x.ndim, shape)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +129,13 @@ class MatmulInputs(OpInputs):
         """The inputs of the product with one of the weights."""
         return self if self.up is None else self.replace(rhs=self.weights[name], up=None, activation=None)
 
+    def padded(self, multiple: int) -> "MatmulInputs":
+        """The same with operands that are padded with zeros to multiples of this along k and n; no scales."""
+        lhs_k, rhs_k = self.k_axes
+        stacked = len(self.rhs.shape) - 2
+        axes = {"lhs": (lhs_k,)} | dict.fromkeys(self.weights, (stacked + rhs_k, stacked + 1 - rhs_k))
+        return self.replace(**{name: padded(self.arrays[name], multiple, *each) for name, each in axes.items()})
+
     def as_one_group(self) -> "MatmulInputs":
         """The same call with one group of all rows if it has none; also without arrays."""
         if self.group_sizes is not None:
@@ -138,3 +145,9 @@ class MatmulInputs(OpInputs):
             **{name: apply(lambda x: x[None], x) for name, x in self.weights.items()},
             group_sizes=apply(lambda _: jnp.full((1,), self.rows, jnp.int32), self.lhs),
         )
+
+
+def padded(x: jax.Array, multiple: int, *axes: int) -> jax.Array:
+    """An array with zeros behind its elements, up to multiples of a number along these axes; or its shape."""
+    widths = [(0, -size % multiple if axis in axes else 0) for axis, size in enumerate(x.shape)]
+    return cast(jax.Array, apply(lambda x: jnp.pad(x, widths), x) if any(after for _, after in widths) else x)

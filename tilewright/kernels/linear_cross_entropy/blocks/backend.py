@@ -66,6 +66,12 @@ class BlockedCrossEntropy[Forward: ForwardParams, Backward: BackwardParams](
     def kernels(self, inputs: LossInputs, params: Forward | Backward) -> LogitKernels:
         """The kernels of a pass."""
 
+    def aligned_head(self, inputs: LossInputs, params: Forward | Backward) -> Head:
+        """The matrix, padded if the pass makes gradients, or if its rows are along the vocabulary."""
+        statistics_alone = isinstance(params, self.forward_params) and not inputs.keeps_gradients
+        head = head_of(inputs)
+        return head if statistics_alone and inputs.vocab_first else head.aligned()
+
     def forward(self, inputs: LossInputs, params: Forward) -> LossResults:
         """The results, with the gradients of the sum if the call keeps them."""
         kernels, size = self.kernels(inputs, params), _block_tokens(inputs, params)
@@ -139,7 +145,7 @@ def _statistics(inputs: LossInputs, kernels: LogitKernels, block_tokens: int) ->
 
 def _forward_keeping(inputs: LossInputs, kernels: LogitKernels, block_tokens: int, block_vocab: int) -> LossResults:
     """Blocks of tokens, each with the gradients of its losses from what it kept."""
-    head, flat = head_of(inputs), _flat(inputs)
+    head, flat = kernels.head, _flat(inputs)
     blocks = TokenBlocks.of(flat.valid, block_tokens)
     one = LossResults(total=jnp.ones((), head.wide))
 
@@ -160,6 +166,7 @@ def _forward_keeping(inputs: LossInputs, kernels: LogitKernels, block_tokens: in
     operands = (head.weight, head.bias, flat.x, flat.labels, flat.token_weights)
     found, d_x, totals = blocks.over(step, (statistics, d_x, totals), operands)
     found, d_x = blocks.by_token((found, d_x), inputs.token_shape)
+    totals = totals.of_classes(head)
     return completed(inputs, *found, d_x=d_x, d_weight=totals.weight, d_bias=totals.bias)
 
 
@@ -172,7 +179,7 @@ def _recomputed(
     dtype: DTypeLike | None = None,
 ) -> dict[str, Any]:
     """The gradients of x, weight and bias from recomputed logits; that of the matrix in ``dtype`` if it is given."""
-    head, wants_x, block_tokens = head_of(inputs), inputs.wants("x"), _block_tokens(inputs, params)
+    head, wants_x, block_tokens = kernels.head, inputs.wants("x"), _block_tokens(inputs, params)
     lse = results.statistics[0]
     parts = of_statistics(inputs, lse, cotangents)
     lse = jnp.where(inputs.labels == IGNORED, jnp.inf, lse)
@@ -186,6 +193,7 @@ def _recomputed(
         # Each block of the matrix's gradient is complete at once, and is kept as it is returned.
         totals = Totals.zeros(head, inputs.wants, dtype or inputs.weight.dtype)
         d_x, totals = gradients(_selected(inputs), Tokens(inputs.labels, lse, parts), totals, True)
+        totals = totals.of_classes(head)
         return {"x": d_x, "weight": totals.weight, "bias": totals.bias}
     whole = _flat(inputs)
     parts, lse = jax.tree.map(lambda x: x.reshape(-1), (parts, lse))
@@ -204,6 +212,7 @@ def _recomputed(
     d_x = blocks.empty(whole.x.shape[1:], head.wide) if wants_x else None
     operands = (head.weight, head.bias, whole.x, whole.labels, lse, parts)
     d_x, totals = blocks.over(step, (d_x, totals), operands)
+    totals = totals.of_classes(head)
     return {"x": blocks.by_token(d_x, inputs.token_shape), "weight": totals.weight, "bias": totals.bias}
 
 
@@ -229,4 +238,5 @@ def _gradients(
         return add_gradients(head, block, x, function(*operands, block), d_x, totals, complete=complete)
 
     init = (jnp.zeros(x.shape, head.wide) if wants_x else None, totals)
-    return over_blocks(head.vocab, size, step, init, (head.weight, head.bias, x, operands))
+    arrays = (head.weight, head.bias, x, operands)
+    return over_blocks(head.width, size, step, init, arrays, padding=head.padding)

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block
+from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head
 
 type Statistics = tuple[jax.Array, jax.Array, jax.Array, Any]
 """lse, the label's logit and the sum of the logits of each token, which is anything without label smoothing; and what
@@ -29,14 +29,18 @@ class Tokens(NamedTuple):
 class LogitKernels(Protocol):
     """The logits of some tokens: their statistics, and their gradients, without all logits in memory.
 
-    An instance has the matrix, the bias, the options and the config. Tokens are those of a block, ``[n, d]``, or all as
-    they lie, ``[*tokens, d]``. Arrays by token are in the dtype of sums. A label is a class; or none of the vocabulary,
-    such as ``IGNORED``, and its logit is then 0. Of ignored tokens x is zeros, and statistics may be any numbers.
+    An instance has the matrix and the bias as a ``Head``, the options and the config. Tokens are those of a block,
+    ``[n, d]``, or all as they lie, ``[*tokens, d]``. Arrays by token are in the dtype of sums. A label is a class; or
+    none of the vocabulary, such as ``IGNORED``, and its logit is then 0. Of ignored tokens x is zeros, and statistics
+    may be any numbers.
 
     A gradient is that of ``x · weight + bias``: from the gradient of the logits by the derivative of the soft cap.
     It is in the dtype of sums, or in bfloat16 if x and weight are; and 0 for classes of the block that are not
     ``fresh``.
     """
+
+    @property
+    def head(self) -> Head: ...
 
     def statistics(self, x: jax.Array, labels: jax.Array, *, keep: bool) -> Statistics:
         """The statistics; and with ``keep``, which only blocks of tokens have, what ``kept_gradient`` needs."""

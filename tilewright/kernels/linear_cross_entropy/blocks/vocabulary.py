@@ -19,6 +19,15 @@ from tilewright.kernels.op.sharding import vary_over, varying_axes
 MULTIPLE = 256
 """Classes that blocks of the vocabulary are multiples of on GPUs: those of a kernel's tile."""
 
+ALIGNED = 8
+"""Classes of 16 bits from which on the rows of a matrix ``[d, vocab]``, and of gradients of logits, begin at multiples
+of 16 bytes. TMA wants them so, and cuBLAS is slow otherwise (docs/notes/vocabulary_losses.md)."""
+
+
+def aligned(vocab: int) -> int:
+    """Columns of a matrix that is padded to `ALIGNED` classes."""
+    return -(-vocab // ALIGNED) * ALIGNED
+
 
 def even_blocks(size: int, limit: int, multiple: int) -> int:
     """A size of blocks up to a limit, such that the last block is about as large as the others."""
@@ -34,7 +43,7 @@ class Block:
       begin: its first class.
       first: its first class that the block before does not have.
       classes: ``[block]``, the classes.
-      fresh: ``[block]``, False for classes that the block before has, too.
+      fresh: ``[block]``, False for classes that the block before has, too, and for columns behind the last class.
     """
 
     begin: Any
@@ -59,13 +68,20 @@ class Block:
         return lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), self.begin, axis)
 
 
-def over_blocks[T](vocab: int, size: int, step: Callable[[Block, T], T], init: T, operands: object) -> T:
-    """``step(block, carry)`` over all blocks, in order; ``operands`` are the arrays that it reads."""
+def over_blocks[T](
+    vocab: int, size: int, step: Callable[[Block, T], T], init: T, operands: object, *, padding: int = 0
+) -> T:
+    """``step(block, carry)`` over all blocks, in order; ``operands`` are the arrays that it reads.
+
+    Args:
+      vocab: classes, with the ``padding`` columns behind the last one.
+    """
     size = min(size, vocab)
     arange = jnp.arange(size, dtype=jnp.int32)
     if size == vocab:
         # No loop: XLA then also removes gradients that are not used from the loop over tokens around it.
-        return step(Block(jnp.int32(0), jnp.int32(0), arange, jnp.ones(size, bool)), init)
+        fresh = arange < vocab - padding if padding else jnp.ones(size, bool)
+        return step(Block(jnp.int32(0), jnp.int32(0), arange, fresh), init)
     # Inside shard_map the type of a carry must not change: zeros vary over no axis, what a step adds to them does.
     init = vary_over(varying_axes((init, operands)), init)
 
@@ -73,7 +89,10 @@ def over_blocks[T](vocab: int, size: int, step: Callable[[Block, T], T], init: T
         index = jnp.asarray(index, jnp.int32)
         begin, first = jnp.minimum(index * size, vocab - size), index * size
         classes = begin + arange
-        return step(Block(begin, first, classes, classes >= first), carry)
+        fresh = classes >= first
+        if padding:
+            fresh &= classes < vocab - padding
+        return step(Block(begin, first, classes, fresh), carry)
 
     # Bounds of 32 bits: with jax_enable_x64 those of Python's integers have 64.
     return lax.fori_loop(jnp.int32(0), jnp.int32(-(-vocab // size)), body, init)
@@ -87,6 +106,7 @@ class Head:
 
     Attributes:
       scale: multiplied with the logits after the soft cap.
+      padding: columns of the matrix behind the last class, which are zeros.
     """
 
     weight: jax.Array
@@ -95,10 +115,25 @@ class Head:
     soft_cap: float | None
     wide: Any
     scale: float = 1.0
+    padding: int = 0
+
+    @property
+    def width(self) -> int:
+        """Classes, with the padding."""
+        return self.weight.shape[self.vocab_axis]
 
     @property
     def vocab(self) -> int:
-        return self.weight.shape[self.vocab_axis]
+        return self.width - self.padding
+
+    def aligned(self) -> "Head":
+        """The same with a copy of the matrix that is padded to a multiple of `ALIGNED` classes, if it is none."""
+        padding = aligned(self.width) - self.width
+        if not padding:
+            return self
+        widths = [(0, padding if axis == self.vocab_axis else 0) for axis in range(2)]
+        bias = None if self.bias is None else jnp.pad(self.bias, (0, padding))
+        return dataclasses.replace(self, weight=jnp.pad(self.weight, widths), bias=bias, padding=padding)
 
 
 @jax.tree_util.register_dataclass
@@ -116,6 +151,13 @@ class Totals:
             jnp.zeros(head.weight.shape, dtype) if wants("weight") else None,
             jnp.zeros(head.bias.shape, head.wide) if head.bias is not None and wants("bias") else None,
         )
+
+    def of_classes(self, head: Head) -> "Totals":
+        """Without what belongs to the padding of a head."""
+        if not head.padding:
+            return self
+        weight = None if self.weight is None else lax.slice_in_dim(self.weight, 0, head.vocab, axis=head.vocab_axis)
+        return Totals(weight, None if self.bias is None else self.bias[: head.vocab])
 
 
 def add_gradients(

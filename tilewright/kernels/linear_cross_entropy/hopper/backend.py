@@ -7,14 +7,14 @@ from tilewright.kernels.hopper.device import device_reasons, num_sms
 from tilewright.kernels.hopper.matmul.dense import dense_plan
 from tilewright.kernels.hopper.matmul.operands import operand_reasons
 from tilewright.kernels.hopper.matmul.plan import plan_reasons
-from tilewright.kernels.linear_cross_entropy.blocks.backend import SERVED_BY_LOOPS, BlockedCrossEntropy, head_of
+from tilewright.kernels.linear_cross_entropy.blocks.backend import SERVED_BY_LOOPS, BlockedCrossEntropy
+from tilewright.kernels.linear_cross_entropy.blocks.kept import keeping_reasons
+from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import ALIGNED, aligned
 from tilewright.kernels.linear_cross_entropy.hopper.logits import HopperLogits
 from tilewright.kernels.linear_cross_entropy.hopper.params import (
-    STORE_MULTIPLE,
     HopperLossBackwardParams,
     HopperLossParams,
     Params,
-    can_keep,
     listed_params,
 )
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
@@ -25,7 +25,10 @@ from tilewright.ops.utils.device import current_device
 
 
 class HopperLinearCrossEntropy(BlockedCrossEntropy[HopperLossParams, HopperLossBackwardParams]):
-    """Serves 16-bit operands of one dtype whose rows begin at multiples of 16 bytes; gradients only in bfloat16.
+    """Serves 16-bit operands of one dtype, with d a multiple of 8; gradients only in bfloat16.
+
+    A matrix whose vocabulary is no multiple of `ALIGNED` is copied with zeros behind the last class, except by a pass
+    without gradients over ``[vocab, d]``, whose rows begin at multiples of 16 bytes.
 
     A matmul's epilogue sums the softmax, and that of another one makes the gradients of logits; their matmuls are
     cuBLAS's.
@@ -41,18 +44,13 @@ class HopperLinearCrossEntropy(BlockedCrossEntropy[HopperLossParams, HopperLossB
     backward_params: ClassVar[type] = HopperLossBackwardParams
 
     def reasons(self, inputs: LossInputs, device: Device, direction: Direction) -> list[str]:
-        sizes = {"d": inputs.d}
-        if not inputs.vocab_first:
-            sizes["vocab"] = inputs.vocab
         reasons = device_reasons(device)
         dtypes = {"x": inputs.x.dtype, "weight": inputs.weight.dtype}
-        reasons += operand_reasons(dtypes, "float32", sizes)
+        reasons += operand_reasons(dtypes, "float32", {"d": inputs.d})
         if inputs.is_distributed:
             reasons.append("XLA may split the tokens over devices, and would gather them for its kernels")
         if (direction == "backward" or inputs.keeps_gradients) and inputs.x.dtype.name == "float16":
             reasons.append("small gradients of logits would be zeros in float16")
-        if inputs.vocab < STORE_MULTIPLE:
-            reasons.append(f"its kernels store at least {STORE_MULTIPLE} classes, got vocab={inputs.vocab}")
         if 0 in (inputs.tokens, inputs.d):
             reasons.append(f"its kernels need tokens and d, got tokens={inputs.tokens}, d={inputs.d}")
         return reasons
@@ -63,9 +61,9 @@ class HopperLinearCrossEntropy(BlockedCrossEntropy[HopperLossParams, HopperLossB
     def config_reasons(self, inputs: LossInputs, device: Device, direction: Direction, params: Params) -> list[str]:
         reasons = plan_reasons(lambda: self.footprints(inputs, device, direction, params))
         if isinstance(params, HopperLossParams) and params.keep and inputs.keeps_gradients:
-            reasons += can_keep(inputs)
-        elif min(params.block_vocab, inputs.vocab) % STORE_MULTIPLE:
-            reasons.append(f"TMA stores rows of multiples of {STORE_MULTIPLE} classes, got {params}")
+            reasons += keeping_reasons(inputs)
+        elif min(params.block_vocab, aligned(inputs.vocab)) % ALIGNED:
+            reasons.append(f"TMA stores rows of multiples of {ALIGNED} classes, got {params}")
         return reasons
 
     def footprints(
@@ -79,6 +77,6 @@ class HopperLinearCrossEntropy(BlockedCrossEntropy[HopperLossParams, HopperLossB
     def kernels(self, inputs: LossInputs, params: Params) -> HopperLogits:
         statistics = params.statistics if isinstance(params, HopperLossParams) else params.gradient
         return HopperLogits(
-            head_of(inputs), inputs.needs_sum, inputs.gradient_epsilon, statistics, params.gradient,
+            self.aligned_head(inputs, params), inputs.needs_sum, inputs.gradient_epsilon, statistics, params.gradient,
             num_sms(current_device()),
         )  # fmt: skip

@@ -167,6 +167,7 @@ class LogitGradients:
       labels, lse, of_lse, of_label, of_sum: of each row, its label, its lse (inf where it is ignored), and the
         cotangents of lse, of the label's logit, and of the sum of the logits or None.
       first: ``[1]``, the class before which gradients are 0; None for none.
+      classes: those behind which gradients are 0; None for none.
       epsilon: probabilities below it count as 0; None for none.
     """
 
@@ -177,6 +178,7 @@ class LogitGradients:
     of_label: Any
     of_sum: Any
     first: Any
+    classes: int | None = _static()
     epsilon: float | None = _static()
 
     def __call__(self, sums: Sequence[Columns], place: Place) -> Sequence[Columns]:
@@ -200,5 +202,7 @@ class LogitGradients:
             gradient = part.before_cap(gradient)
             if self.first is not None:
                 gradient = jnp.where(part.columns() >= self.first[0] - part.column, gradient, 0.0)
+            if self.classes is not None:
+                gradient = jnp.where(part.columns() < self.classes - part.column, gradient, 0.0)
             gradients.append(gradient)
         return [tuple(gradients)]

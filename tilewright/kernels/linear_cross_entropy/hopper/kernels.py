@@ -43,22 +43,22 @@ def softmax_sums(
 ) -> tuple[TileSums, jax.Array | None]:
     """The sums of the logits ``x · weight`` of ``[tokens, d]``, and with ``keep`` their exponentials.
 
-    These are ``exp(logit - highest)``, times the slope of the soft cap, ``[tokens, vocab]`` in the dtype of x.
+    These are ``exp(logit - highest)``, times the slope of the soft cap, ``[tokens, width]`` in the dtype of x.
     """
-    (tokens, _), vocab = x.shape, head.vocab
-    # Classes that TMA fills up with zeros have logits of 0, which count unless they are masked.
-    column_tiles = -(-vocab // tile.block_n)
-    tail = vocab if vocab % (tile.block_n * tile.cluster_n) else None
+    tokens, columns = len(x), head.width
+    # Columns of zeros, of the padding or by TMA, have logits of 0, which count unless they are masked.
+    column_tiles = -(-columns // tile.block_n)
+    tail = head.vocab if head.padding or columns % (tile.block_n * tile.cluster_n) else None
     padding, padded = _padding(tokens, tile)
     # Whole tiles of whole clusters: each CTA stores its sums, also those beyond the last class or token.
     vector = jax.ShapeDtypeStruct((-(-column_tiles // tile.cluster_n) * tile.cluster_n, padded), jnp.float32)
     results = [vector] * (4 if sums_logits else 3)
     if keep:
-        results = [jax.ShapeDtypeStruct((tokens, vocab), x.dtype), *results]
+        results = [jax.ShapeDtypeStruct((tokens, columns), x.dtype), *results]
     epilogue = SoftmaxSums(
-        _tiles(head, None, vocab, tail, tile), jnp.pad(labels, padding, constant_values=-1), sums_logits, keep
+        _tiles(head, None, columns, tail, tile), jnp.pad(labels, padding, constant_values=-1), sums_logits, keep
     )
-    found = _call(head, x, vocab, None, results, epilogue, tile, sms)
+    found = _call(head, x, columns, None, results, epilogue, tile, sms)
     # Tiles of a cluster behind the last one, and rows behind the last token, hold anything.
     kept = found.pop(0) if keep else None
     sums = [each[:column_tiles, :tokens] for each in found]
@@ -92,7 +92,7 @@ def logit_gradients(
     def padded(vector: jax.Array) -> jax.Array:
         return jnp.pad(vector.astype(jnp.float32), padding)
 
-    begin = None if size == head.vocab else jnp.asarray(begin, jnp.int32).reshape(1)
+    begin = None if size == head.width else jnp.asarray(begin, jnp.int32).reshape(1)
     epilogue = LogitGradients(
         _tiles(head, begin, size, None, tile),
         jnp.pad(labels, padding, constant_values=-1),
@@ -101,7 +101,8 @@ def logit_gradients(
         padded(of_label),
         None if of_sum is None else padded(of_sum),
         # A whole number of blocks have no classes in common.
-        jnp.asarray(first, jnp.int32).reshape(1) if head.vocab % size else None,
+        jnp.asarray(first, jnp.int32).reshape(1) if head.width % size else None,
+        head.vocab if head.padding else None,
         epsilon,
     )
     result = jax.ShapeDtypeStruct((x.shape[0], size), x.dtype)

@@ -5,13 +5,10 @@ import dataclasses
 from tilewright.kernels.hopper.matmul.heuristics import dense_candidates
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.linear_cross_entropy.blocks.kept import keeping_reasons
-from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import MULTIPLE, even_blocks
+from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import MULTIPLE, aligned, even_blocks
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.stable_ids import stable_id
-
-STORE_MULTIPLE = 8
-"""Elements of 16 bits that the rows of an array which TMA stores are multiples of."""
 
 WORKSPACE = 512 << 20
 """Bytes of what a block of tokens keeps of the whole vocabulary, or of the gradient of a block of both."""
@@ -75,14 +72,6 @@ def _check(params: Params) -> None:
         raise ValueError(f"blocks must have tokens and classes, got {params}")
 
 
-def can_keep(inputs: LossInputs) -> list[str]:
-    """Reasons why a forward pass cannot keep what gradients are made from."""
-    reasons = keeping_reasons(inputs)
-    if inputs.vocab % STORE_MULTIPLE:
-        reasons.append(f"TMA stores rows of multiples of {STORE_MULTIPLE} classes, got vocab={inputs.vocab}")
-    return reasons
-
-
 def kept_tokens(tokens: int, vocab: int, itemsize: int) -> int:
     """Tokens of a block that keeps something of all classes."""
     size = max(WORKSPACE // (itemsize * max(vocab, 1)) // MIN_TOKENS, 1) * MIN_TOKENS
@@ -95,13 +84,6 @@ def vocab_block(tokens: int, vocab: int, itemsize: int) -> int:
     return even_blocks(vocab, max(MULTIPLE, WORKSPACE // (itemsize * max(tokens, 1))), MULTIPLE)
 
 
-def recomputing_block(inputs: LossInputs) -> int:
-    """Classes of a block of all tokens."""
-    size = vocab_block(inputs.tokens, inputs.vocab, 2)
-    # TMA stores no rows of other lengths; two blocks that overlap by a few classes have them.
-    return size if size % STORE_MULTIPLE == 0 else even_blocks(inputs.vocab, inputs.vocab - 1, MULTIPLE)
-
-
 def _tiles(rows: int, columns: int, d: int, sms: int) -> list[MatmulParams]:
     """Tiles of logits. Without those of consumers in turns, which were not measured with epilogues of exponentials."""
     return [tile for tile in dense_candidates(rows, columns, d, sms) if not tile.turns]
@@ -109,17 +91,17 @@ def _tiles(rows: int, columns: int, d: int, sms: int) -> list[MatmulParams]:
 
 def listed_params(inputs: LossInputs, direction: Direction, sms: int) -> list[Params]:
     """Params worth measuring, best guess first."""
-    tokens, vocab, d = inputs.tokens, inputs.vocab, inputs.d
-    block = recomputing_block(inputs)
+    tokens, vocab, d = inputs.tokens, aligned(inputs.vocab), inputs.d
+    block = vocab_block(tokens, vocab, 2)
     of_gradient = _tiles(tokens, block, d, sms)
     if direction == "backward":
         found: list[Params] = [HopperLossBackwardParams(None, block, tile, True) for tile in of_gradient]
         halved = even_blocks(vocab, max(block // 2, MULTIPLE), MULTIPLE)
-        if halved % STORE_MULTIPLE == 0 and halved < block:
+        if halved < block:
             found.append(HopperLossBackwardParams(None, halved, of_gradient[0], True))
         kept = [HopperLossBackwardParams(None, block, of_gradient[0], False)]
         return [*kept, *found] if inputs.keeps_gradients else found
-    keep = inputs.keeps_gradients and not can_keep(inputs)
+    keep = inputs.keeps_gradients and not keeping_reasons(inputs)
     rows = even_blocks(tokens, STATISTICS_TOKENS, 128)
     if keep:  # one pass over all classes: no slices of the matrix and of its gradient are copied
         # In blocks of 8192 classes a call took 47.1 ms instead of 39.5 (docs/notes/vocabulary_losses.md).

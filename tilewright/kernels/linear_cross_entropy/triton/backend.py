@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from tilewright.kernels.linear_cross_entropy.blocks.backend import SERVED_BY_LOOPS, BlockedCrossEntropy, head_of
+from tilewright.kernels.linear_cross_entropy.blocks.backend import SERVED_BY_LOOPS, BlockedCrossEntropy
 from tilewright.kernels.linear_cross_entropy.blocks.kept import keeping_reasons
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.kernels.linear_cross_entropy.triton.logits import TritonLogits
@@ -68,4 +68,6 @@ class TritonLinearCrossEntropy(BlockedCrossEntropy[TritonLossParams, TritonLossB
 
     def kernels(self, inputs: LossInputs, params: Params) -> TritonLogits:
         statistics = params.statistics if isinstance(params, TritonLossParams) else params.gradient
-        return TritonLogits(head_of(inputs), statistics, params.gradient, inputs.needs_sum, inputs.gradient_epsilon)
+        return TritonLogits(
+            self.aligned_head(inputs, params), statistics, params.gradient, inputs.needs_sum, inputs.gradient_epsilon
+        )

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="assignment"
 """Statistics and gradients of logits in Triton, a tile of tokens and classes per program.
 
-  x, weight   [rows, D], and the matrix, whose element (k, class) is at k · D_STRIDE + class · VOCAB_STRIDE
-  bias        [VOCAB] in float32, if BIAS
+  x, weight   [rows, D], and the matrix, whose element (k, class) is at k · D_STRIDE + class · VOCAB_STRIDE; of WIDTH
+              classes, of which those from VOCAB on are padding, so that loads of several classes are not cut
+  bias        [WIDTH] in float32, if BIAS
   labels      [rows]; one that is not a class, such as that of a token to ignore, matches no class
   logits      x · weight + bias, with CAP > 0 ``CAP · tanh(of that / CAP)``: float32, only in registers
 
@@ -29,7 +30,7 @@ def _tile(program, tiles, CLASSES: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: t
 @triton.jit
 def _logits(
     x, weight, bias, row, classes, rows,
-    D: tl.constexpr, VOCAB: tl.constexpr, D_STRIDE: tl.constexpr, VOCAB_STRIDE: tl.constexpr, BIAS: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, D_STRIDE: tl.constexpr, VOCAB_STRIDE: tl.constexpr, BIAS: tl.constexpr,
     CAP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The logits of a tile; beyond the arrays x and weight are zeros."""
@@ -38,7 +39,7 @@ def _logits(
     # multiplication in the loop.
     left = x + row.to(tl.int64)[:, None] * D + k[None, :]
     right = weight + k[:, None] * D_STRIDE + classes.to(tl.int64)[None, :] * VOCAB_STRIDE
-    row_inside, class_inside = (row < rows)[:, None], (classes < VOCAB)[None, :]
+    row_inside, class_inside = (row < rows)[:, None], (classes < WIDTH)[None, :]
     logits = tl.zeros((BLOCK_ROWS, BLOCK_V), tl.float32)
     for step in tl.range(0, D, BLOCK_K):
         # D is static: where a step divides it, no mask along it is made.
@@ -52,7 +53,7 @@ def _logits(
         left += BLOCK_K
         right += BLOCK_K * D_STRIDE
     if BIAS:
-        logits += tl.load(bias + classes, mask=classes < VOCAB, other=0.0)[None, :]
+        logits += tl.load(bias + classes, mask=classes < WIDTH, other=0.0)[None, :]
     if CAP > 0.0:
         u = logits * (1.0 / CAP)
         # tanh(u) = 1 - 2 / (exp(2 u) + 1) neither overflows nor needs a library; near 0 it cancels, and the series does
@@ -68,20 +69,20 @@ def _logits(
 def tile_statistics(
     x, weight, bias, labels, rows, tiles, tile_lse, label_logit, logit_sum, kept,
     D: tl.constexpr, VOCAB: tl.constexpr, D_STRIDE: tl.constexpr, VOCAB_STRIDE: tl.constexpr, BIAS: tl.constexpr,
-    CAP: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Reduces the logits of a tile by row.
 
     tile_lse, logit_sum  [tiles of classes, rows]: log Σ exp(logits), and with SUM their sum
     label_logit          [rows], written by the program whose classes have the label
-    kept                 [rows, VOCAB]: with KEEP ``exp(logit - tile_lse) ·`` the derivative of the soft cap
+    kept                 [rows, WIDTH]: with KEEP ``exp(logit - tile_lse) ·`` the derivative of the soft cap
     """
     row_tile, column = _tile(tl.program_id(0), tiles, VOCAB, BLOCK_V, GROUP)
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     classes = column * BLOCK_V + tl.arange(0, BLOCK_V)
     logits = _logits(
-        x, weight, bias, row, classes, rows, D, VOCAB, D_STRIDE, VOCAB_STRIDE, BIAS, CAP, BLOCK_ROWS, BLOCK_V,
+        x, weight, bias, row, classes, rows, D, WIDTH, D_STRIDE, VOCAB_STRIDE, BIAS, CAP, BLOCK_ROWS, BLOCK_V,
         BLOCK_K, PRECISION,
     )  # fmt: skip
     inside, class_inside = row < rows, (classes < VOCAB)[None, :]
@@ -113,17 +114,17 @@ def tile_statistics(
         else:
             shares *= (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
         # An element of the tile is counted by 32 bits, the tile by 64.
-        pointers = kept + (row_tile.to(tl.int64) * BLOCK_ROWS * VOCAB + begin)
-        pointers += tl.arange(0, BLOCK_ROWS)[:, None] * VOCAB + tl.arange(0, BLOCK_V)[None, :]
-        tl.store(pointers, shares.to(kept.dtype.element_ty), mask=inside[:, None] & class_inside)
+        pointers = kept + (row_tile.to(tl.int64) * BLOCK_ROWS * WIDTH + begin)
+        pointers += tl.arange(0, BLOCK_ROWS)[:, None] * WIDTH + tl.arange(0, BLOCK_V)[None, :]
+        tl.store(pointers, shares.to(kept.dtype.element_ty), mask=inside[:, None] & (classes < WIDTH)[None, :])
 
 
 @triton.jit
 def tile_gradient(
     x, weight, bias, labels, lse, of_lse, of_label, of_sum, bounds, rows, tiles, out,
-    D: tl.constexpr, VOCAB: tl.constexpr, D_STRIDE: tl.constexpr, VOCAB_STRIDE: tl.constexpr, BIAS: tl.constexpr,
-    CAP: tl.constexpr, SUM: tl.constexpr, EPSILON: tl.constexpr, SIZE: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, VOCAB: tl.constexpr, WIDTH: tl.constexpr, D_STRIDE: tl.constexpr, VOCAB_STRIDE: tl.constexpr,
+    BIAS: tl.constexpr, CAP: tl.constexpr, SUM: tl.constexpr, EPSILON: tl.constexpr, SIZE: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes a tile of the gradient of ``x · weight + bias`` of SIZE classes, [rows, SIZE].
@@ -137,7 +138,7 @@ def tile_gradient(
     begin, first = tl.load(bounds) * ALIGN, tl.load(bounds + 1)
     classes = begin + place
     logits = _logits(
-        x, weight, bias, row, classes, rows, D, VOCAB, D_STRIDE, VOCAB_STRIDE, BIAS, CAP, BLOCK_ROWS, BLOCK_V,
+        x, weight, bias, row, classes, rows, D, WIDTH, D_STRIDE, VOCAB_STRIDE, BIAS, CAP, BLOCK_ROWS, BLOCK_V,
         BLOCK_K, PRECISION,
     )  # fmt: skip
     inside = row < rows
@@ -155,8 +156,8 @@ def tile_gradient(
     if CAP > 0.0:
         ratio = logits * (1.0 / CAP)
         gradient *= 1.0 - ratio * ratio
-    # Blocks may overlap so that all have one size: classes that an earlier block has done get zeros.
-    gradient = tl.where(classes[None, :] >= first, gradient, 0.0)
+    # Blocks may overlap so that all have one size: classes that an earlier block has done get zeros. So does padding.
+    gradient = tl.where(((classes >= first) & (classes < VOCAB))[None, :], gradient, 0.0)
     pointers = out + (row_tile.to(tl.int64) * BLOCK_ROWS * SIZE + column * BLOCK_V)
     pointers += tl.arange(0, BLOCK_ROWS)[:, None] * SIZE + tl.arange(0, BLOCK_V)[None, :]
     tl.store(pointers, gradient.to(out.dtype.element_ty), mask=inside[:, None] & (place < SIZE)[None, :])

@@ -67,7 +67,7 @@ class TritonLogits:
         shape = tokens.labels.shape
         tile = fitted(self.of_gradient, block.size, x.shape[-1])
         # A begin that is known to be aligned lets a kernel load several classes at once.
-        align = math.gcd(block.size, self.head.vocab - block.size, 16)
+        align = math.gcd(block.size, self.head.width - block.size, 16)
 
         @jax.custom_batching.sequential_vmap
         def run(*arrays: jax.Array) -> jax.Array:
@@ -96,11 +96,12 @@ class TritonLogits:
         bias = self.head.bias
         return jnp.zeros((0,), jnp.float32) if bias is None else bias.astype(jnp.float32)
 
-    def _constants(self, tile: TritonTile, d: int, vocab: int) -> dict[str, Any]:
+    def _constants(self, tile: TritonTile, d: int) -> dict[str, Any]:
         return {
             "D": d,
-            "VOCAB": vocab,
-            "D_STRIDE": 1 if self.head.vocab_axis == 0 else vocab,
+            "VOCAB": self.head.vocab,
+            "WIDTH": self.head.width,
+            "D_STRIDE": 1 if self.head.vocab_axis == 0 else self.head.width,
             "VOCAB_STRIDE": d if self.head.vocab_axis == 0 else 1,
             "BIAS": self.head.bias is not None,
             "CAP": self.head.soft_cap or 0.0,
@@ -126,11 +127,11 @@ class TritonLogits:
                 jax.ShapeDtypeStruct((columns, rows), jnp.float32),
                 jax.ShapeDtypeStruct((rows,), jnp.float32),
                 jax.ShapeDtypeStruct((columns, rows) if self.needs_sum else (0,), jnp.float32),
-                jax.ShapeDtypeStruct((rows, vocab) if keep else (0,), self._narrow),
+                jax.ShapeDtypeStruct((rows, self.head.width) if keep else (0,), self._narrow),
             ],
             grid=[row_tiles * columns],
             scalars={"rows": rows, "tiles": row_tiles},
-            constants=self._constants(tile, x.shape[1], vocab) | {"KEEP": keep},
+            constants=self._constants(tile, x.shape[1]) | {"KEEP": keep},
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -147,7 +148,7 @@ class TritonLogits:
             [jax.ShapeDtypeStruct((rows, size), self._narrow)],
             grid=[row_tiles * -(-size // tile.columns)],
             scalars={"rows": rows, "tiles": row_tiles},
-            constants=self._constants(tile, d, self.head.vocab) | constants,
+            constants=self._constants(tile, d) | constants,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from tilewright.kernels.linear_cross_entropy.blocks.kept import keeping_reasons, narrow_dtype
-from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import MULTIPLE, even_blocks
+from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import MULTIPLE, aligned, even_blocks
 from tilewright.kernels.linear_cross_entropy.inputs import LossInputs
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
@@ -87,16 +87,15 @@ _AMPERE = ((128, 128, 64, 8, 3), (128, 128, 32, 8, 3), (64, 128, 32, 4, 4), (128
 """Operands of matmuls are in registers, too."""
 _FLOAT32 = ((64, 64, 32, 4, 3), (64, 128, 32, 8, 2), (32, 64, 32, 4, 3))
 _ODD = ((64, 64, 32, 4, 3), (64, 128, 32, 8, 3), (32, 64, 32, 4, 3))
-"""For sizes whose rows are not aligned, or which no step along d divides: masks and addresses take registers."""
+"""For sizes of rows that are not aligned, or which no step along d divides: masks and addresses take registers."""
 
 
 def tiles(inputs: LossInputs, device: Device) -> list[TritonTile]:
     """Tiles worth measuring, best guess first, with no more rows than there are tokens."""
-    unaligned = inputs.d % 32 or (inputs.vocab % 8 and not inputs.vocab_first)
     listed: tuple[tuple[int, ...], ...]
     if inputs.x.dtype.itemsize == 4:
         listed = _FLOAT32
-    elif unaligned:
+    elif inputs.d % 32:
         listed = _ODD
     elif device.capability is not None and (9, 0) <= device.capability < (12, 0):
         # With two of these, 128 registers of logits spill.
@@ -126,12 +125,12 @@ def block_sizes(inputs: LossInputs, *, keep: bool) -> tuple[int, int]:
     21 % more time than all 131072.
     """
     size = jnp.dtype(narrow_dtype(inputs.x.dtype, inputs.weight.dtype)).itemsize
-    least, tokens = 128 if keep else MIN_TOKENS, MAX_TOKENS
-    while tokens > least and tokens * inputs.vocab * size > WORKSPACE:
+    least, tokens, vocab = 128 if keep else MIN_TOKENS, MAX_TOKENS, aligned(inputs.vocab)
+    while tokens > least and tokens * vocab * size > WORKSPACE:
         tokens //= 2
     if keep:  # a token's kept values are those of the whole vocabulary
-        return tokens, inputs.vocab
-    return tokens, even_blocks(inputs.vocab, max(MULTIPLE, WORKSPACE // (size * tokens)), MULTIPLE)
+        return tokens, vocab
+    return tokens, even_blocks(vocab, max(MULTIPLE, WORKSPACE // (size * tokens)), MULTIPLE)
 
 
 def listed_params(inputs: LossInputs, device: Device, direction: Direction) -> list[Params]:
@@ -141,7 +140,7 @@ def listed_params(inputs: LossInputs, device: Device, direction: Direction) -> l
     tokens, vocab = block_sizes(inputs, keep=keep)
     sizes = [(2 * tokens, vocab), (tokens // 2, vocab)]
     if not keep:
-        sizes.append((2 * tokens, even_blocks(inputs.vocab, max(MULTIPLE, vocab // 4), MULTIPLE)))
+        sizes.append((2 * tokens, even_blocks(aligned(inputs.vocab), max(MULTIPLE, vocab // 4), MULTIPLE)))
     if direction == "forward":
         listed: list[Params] = [TritonLossParams(tokens, vocab, tile, tile, keep) for tile in found]
         return [*listed, *(TritonLossParams(*each, found[0], found[0], keep) for each in sizes)]
@@ -162,7 +161,7 @@ def footprints(inputs: LossInputs, params: Params) -> list[Footprint]:
         params.recompute or not inputs.keeps_gradients
     )  # fmt: skip
     if recomputes:
-        kernels.append((params.gradient, min(params.block_vocab, inputs.vocab)))
+        kernels.append((params.gradient, min(params.block_vocab, aligned(inputs.vocab))))
     return [
         Footprint(
             blocks=-(-rows // tile.rows) * -(-classes // tile.columns),

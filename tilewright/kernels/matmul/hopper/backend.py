@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from tilewright.kernels.hopper.device import device_reasons, num_sms
-from tilewright.kernels.hopper.limits import WGMMA_M
+from tilewright.kernels.hopper.limits import TMA_STRIDE_BYTES, WGMMA_M
 from tilewright.kernels.hopper.matmul.heuristics import dense_candidates, reduction_candidates, rows_candidates
 from tilewright.kernels.hopper.matmul.operands import NARROW_DTYPES, operand_reasons
 from tilewright.kernels.hopper.matmul.params import MatmulParams
@@ -26,13 +26,14 @@ from tilewright.ops.types import Device, Direction
 
 
 class _HopperBackend(MatmulBackend[MatmulParams, Any], abc.ABC):
-    """Serves 16-bit operands of one dtype whose rows begin at multiples of 16 bytes; ops differ in their params.
+    """Serves 16-bit operands of one dtype, with rows at multiples of 16 bytes or padded copies; ops differ in params.
 
     An activation is in the epilogue of the forward kernel, and all products of the gradient of lhs in one accumulator.
     """
 
     name: ClassVar[str] = "hopper"
     platform: ClassVar[Platform] = Platform.PALLAS
+    multiple: ClassVar[int] = TMA_STRIDE_BYTES // 2
     keeps_lowering: ClassVar[bool] = True
     forward_params: ClassVar[type] = MatmulParams
     # Products of 8- and of 16-bit numbers are exact in float32, so all precisions are the same.
@@ -51,7 +52,7 @@ class _HopperBackend(MatmulBackend[MatmulParams, Any], abc.ABC):
             if not inputs.transpose_rhs:
                 reasons.append("wgmma takes float8 operands with K in their rows alone: give rhs as [groups, n, k]")
             return reasons + (["float8 has no gradients here"] if direction == "backward" else [])
-        sizes = {"k": inputs.k, "n": inputs.n}
+        sizes = {} if self.pads(inputs) else {"k": inputs.k, "n": inputs.n}
         if inputs.group_sizes is None and inputs.up is None and (inputs.transpose_lhs or direction == "backward"):
             sizes["rows"] = inputs.rows
         reasons += operand_reasons(dtypes, inputs.out_dtype, sizes)
@@ -62,6 +63,7 @@ class _HopperBackend(MatmulBackend[MatmulParams, Any], abc.ABC):
         return reasons
 
     def candidates(self, inputs: MatmulInputs, device: Device, direction: Direction) -> Iterable[Any]:
+        inputs = self.padded(inputs)
         sms, count, (m, n, k) = num_sms(device), len(inputs.weights), (inputs.rows, inputs.n, inputs.k)
         is_dense, groups = inputs.group_sizes is None, inputs.groups
         if _is_narrow(inputs):
@@ -93,7 +95,7 @@ class _HopperBackend(MatmulBackend[MatmulParams, Any], abc.ABC):
     def footprints(
         self, inputs: MatmulInputs, device: Device, direction: Direction, params: Any
     ) -> Sequence[Footprint]:
-        return [plan.footprint(num_sms(device)) for plan in plans_of(inputs, params)]
+        return [plan.footprint(num_sms(device)) for plan in plans_of(self.padded(inputs), params)]
 
     def products(self, inputs: MatmulInputs, params: Any) -> Products:
         return (DenseProducts if inputs.group_sizes is None else GroupedProducts)(inputs, params)
@@ -113,13 +115,13 @@ class HopperMatmul(_HopperBackend):
     """Serves ``matmul``.
 
     cuBLAS, which XLA calls, is up to 3 % faster where it has a kernel for the shape, so this one runs if it is named or
-    was measured as faster.
+    was measured as faster, and where rows are not aligned, for which cuBLAS takes two to three times as long.
     """
 
     backward_params: ClassVar[type] = HopperMatmulBackwardParams
 
     def deprioritized(self, inputs: MatmulInputs, device: Device, direction: Direction) -> bool:
-        return True
+        return not self.pads(inputs)
 
 
 class HopperGlu(_HopperBackend):

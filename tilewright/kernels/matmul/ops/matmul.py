@@ -24,8 +24,8 @@ class Matmul(MatmulKernel):
 
     def __init__(self) -> None:
         backends = (
-            "tilewright.kernels.matmul.xla.backend:XlaMatmul",
             "tilewright.kernels.matmul.hopper.backend:HopperMatmul",
+            "tilewright.kernels.matmul.xla.backend:XlaMatmul",
         )
         super().__init__("matmul", version="1", backends=backends)
 

@@ -35,6 +35,7 @@ class _TritonBackend(MatmulBackend[Any, Any], abc.ABC):
 
     name: ClassVar[str] = "triton"
     platform: ClassVar[Platform] = Platform.TRITON
+    multiple: ClassVar[int] = 32
     late_import: ClassVar[str] = "triton"
     serves: ClassVar[frozenset[str]] = frozenset(
         {"up", "activation", "group_sizes", "group_offset", "transpose_rhs", "precision"}
@@ -59,6 +60,7 @@ class _TritonBackend(MatmulBackend[Any, Any], abc.ABC):
         return reasons
 
     def candidates(self, inputs: MatmulInputs, device: Device, direction: Direction) -> Iterable[Params]:
+        inputs = self.padded(inputs)
         listed = listed_params(inputs, device, direction)
         fitting = [params for params in listed if not launch_reasons(footprints(inputs, params), device)]
         return fitting or listed[:1]
@@ -66,7 +68,7 @@ class _TritonBackend(MatmulBackend[Any, Any], abc.ABC):
     def footprints(
         self, inputs: MatmulInputs, device: Device, direction: Direction, params: Params
     ) -> Sequence[Footprint]:
-        return footprints(inputs, params)
+        return footprints(self.padded(inputs), params)
 
     def products(self, inputs: MatmulInputs, params: Any) -> Products:
         return TritonProducts(inputs, params)
