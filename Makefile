@@ -207,4 +207,4 @@ format: $(STAMP)
 	@$(PYTHON) -m ruff format
 
 clean:
-	rm -rf $(VENV) .make .aot .kernels .docs .programs .demo .mutants .jax_cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .make .aot .kernels .docs .programs .demo .llama .mutants .jax_cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
