@@ -27,6 +27,7 @@ SCALARS: dict[str, Any] = {
     "dropout_prob": 0.0,
     "kv_lora_rank": 512,
     "label_smoothing": 0.1,
+    "fraction": 0.5,
     "transpose_lhs": False,
     "transpose_rhs": False,
 }

@@ -25,6 +25,7 @@ _OPS = {
     "update_pages": f"{_PAGED}.update_pages:UpdatePages",
     "rms_norm": "tilewright.kernels.norms.op:RmsNorm",
     "layer_norm": "tilewright.kernels.norms.op:LayerNorm",
+    "rope": "tilewright.kernels.rope.op:Rope",
     "matmul": "tilewright.kernels.matmul.ops.matmul:Matmul",
     "glu": "tilewright.kernels.matmul.ops.glu:Glu",
     "grouped_matmul": "tilewright.kernels.matmul.ops.grouped_matmul:GroupedMatmul",

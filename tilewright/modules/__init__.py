@@ -12,6 +12,15 @@ from tilewright.kernels.matmul.ops.glu import Glu, glu
 from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul, grouped_matmul
 from tilewright.kernels.matmul.ops.matmul import Matmul, matmul
 from tilewright.kernels.norms.op import LayerNorm, RmsNorm, layer_norm, rms_norm
+from tilewright.kernels.rope.op import Rope, rope
+from tilewright.kernels.rope.scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NtkScaling,
+    RopeScaling,
+    YarnScaling,
+)
 from tilewright.modules.attention import (
     FlashAttention,
     context_parallel_attention,
@@ -53,14 +62,21 @@ __all__ = [
     "LayerNorm",
     "LinearCrossEntropy",
     "LinearKlDivergence",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
     "Matmul",
     "MlaDecode",
+    "NtkScaling",
     "PageAttention",
     "RaggedDecodeAttention",
     "RaggedPageAttention",
     "RmsNorm",
+    "Rope",
+    "RopeScaling",
     "UnifiedAttention",
     "UpdatePages",
+    "YarnScaling",
     "all_gather_matmul",
     "base",
     "chunked_prefill_paged_decode",
@@ -86,6 +102,7 @@ __all__ = [
     "ragged_decode_attention",
     "ragged_page_attention",
     "rms_norm",
+    "rope",
     "unified_attention",
     "unzigzag",
     "update_pages",

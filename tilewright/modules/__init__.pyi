@@ -1,5 +1,6 @@
 """The functions that most users call, and their kernels, for type checkers. Written by tools/stubs.py."""
 
+from collections.abc import Mapping
 from typing import Any, Literal, overload
 
 from jax import Array, P
@@ -33,6 +34,15 @@ from tilewright.kernels.paged_attention.ops.ragged_decode_attention import Ragge
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageAttention
 from tilewright.kernels.paged_attention.ops.unified_attention import UnifiedAttention
 from tilewright.kernels.paged_attention.ops.update_pages import UpdatePages
+from tilewright.kernels.rope.op import Rope
+from tilewright.kernels.rope.scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NtkScaling,
+    RopeScaling,
+    YarnScaling,
+)
 from tilewright.modules import base
 
 __all__ = [
@@ -45,14 +55,21 @@ __all__ = [
     "LayerNorm",
     "LinearCrossEntropy",
     "LinearKlDivergence",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
     "Matmul",
     "MlaDecode",
+    "NtkScaling",
     "PageAttention",
     "RaggedDecodeAttention",
     "RaggedPageAttention",
     "RmsNorm",
+    "Rope",
+    "RopeScaling",
     "UnifiedAttention",
     "UpdatePages",
+    "YarnScaling",
     "all_gather_matmul",
     "base",
     "chunked_prefill_paged_decode",
@@ -78,6 +95,7 @@ __all__ = [
     "ragged_decode_attention",
     "ragged_page_attention",
     "rms_norm",
+    "rope",
     "unified_attention",
     "unzigzag",
     "update_pages",
@@ -1457,6 +1475,18 @@ def matmul_reduce_scatter(
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     strategy: Strategy = "auto",
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Array: ...
+def rope(
+    x: ArrayLike,
+    positions: ArrayLike,
+    *,
+    base: float = 10000.0,
+    scaling: RopeScaling | Mapping[str, Any] | None = None,
+    interleaved: bool = False,
+    fraction: float = 1.0,
+    inverse: bool = False,
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array: ...

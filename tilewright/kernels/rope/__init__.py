@@ -1,0 +1,1 @@
+"""Rotary embedding: its formula, the frequencies of scaled contexts, and one backend."""
