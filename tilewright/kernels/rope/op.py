@@ -36,6 +36,7 @@ class Rope(PortfolioKernel[RopeInputs, jax.Array]):
 
     cases: ClassVar[OpCases[RopeCase]] = CASES
     core_dims: ClassVar[Mapping[str, int]] = MappingProxyType({"x": 1, "positions": 0})
+    linear: ClassVar[frozenset[str]] = frozenset({"x"})
 
     def __init__(self) -> None:
         super().__init__("rope", version="1", backends=["tilewright.kernels.rope.xla:XlaRope"])

@@ -137,10 +137,22 @@ def _with_own_gradients(
     linear = Linearised(call, *structures, differentiated, tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in out))
     given = [t for t, moves in zip(tangents, differentiated, strict=True) if moves]
     axes = _with_rest(mapped, len(residuals), differentiated)
-    along = iter(linear_p.bind(*primals, *residuals, *given, linear=linear, mapped=axes))
+    along = iter(linear_p.bind(*_read(primals, call), *residuals, *given, linear=linear, mapped=axes))
     return out, [
         next(along) if has else ad.Zero(jax.typeof(x).to_tangent_aval())
         for x, has in zip(out, linear.inexact, strict=True)
+    ]
+
+
+def _read(primals: Sequence[Any], call: Call) -> list[Any]:
+    """The arrays of a call as its linear part gets them: zeros in place of those in which the call is linear."""
+    if not call.kernel.linear:
+        return list(primals)
+    labels = array_labels(call.kernel, *call.structure.join(list(primals)))
+    unread = (label in call.kernel.linear for label in labels)
+    return [
+        _materialised(ad.Zero(jax.typeof(x).to_tangent_aval())) if is_unread else x
+        for x, is_unread in zip(primals, unread, strict=True)
     ]
 
 
