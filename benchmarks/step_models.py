@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.modules import flash_attention, glu, layer_norm, linear_cross_entropy, rms_norm
+from tilewright.modules import flash_attention, glu, layer_norm, linear_cross_entropy, rms_norm, rope
 
 type Arrays = dict[str, Any]
 
@@ -31,6 +31,7 @@ class Ops:
       rms: of rows, a scale, to which ``offset`` is added, and what is added to the rows first, or ``None``; returns the
         normalised rows and the sum.
       layer: the same with a shift in place of the offset.
+      rope: the rotary embedding of ``[batch, length, heads, head_dim]``, whose positions count from 0.
       mlp: both matmuls of a gated MLP and its activation, of rows and matrices.
       loss: the mean cross-entropy of rows, a head ``[d, vocab]``, or ``[vocab, d]``, and labels, with ``cap``.
     """
@@ -38,6 +39,7 @@ class Ops:
     attention: Callable[..., jax.Array]
     rms: Callable[..., tuple[jax.Array, jax.Array]]
     layer: Callable[..., tuple[jax.Array, jax.Array]]
+    rope: Callable[[jax.Array], jax.Array]
     mlp: Callable[..., jax.Array]
     loss: Callable[..., jax.Array]
 
@@ -104,6 +106,19 @@ def our_layer(
     return layer_norm(x, scale, shift, residual=residual)
 
 
+def plain_rope(x: jax.Array) -> jax.Array:
+    """Rotary embedding of halves, in float32."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+
+
+def our_rope(x: jax.Array) -> jax.Array:
+    return rope(x, jnp.arange(x.shape[1]))
+
+
 def plain_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
     act = jax.nn.silu if activation == "silu" else jax.nn.gelu
     return act(x @ gate) * (x @ up)
@@ -120,15 +135,16 @@ def our_loss(x: jax.Array, head: jax.Array, labels: jax.Array, *, vocab_first: b
     return linear_cross_entropy(x, head, labels, vocab_first=vocab_first, logits_soft_cap=cap)
 
 
-PLAIN = Ops(plain_attention, plain_rms, plain_layer, plain_mlp, plain_loss)
+PLAIN = Ops(plain_attention, plain_rms, plain_layer, plain_rope, plain_mlp, plain_loss)
 OURS = Ops(
     our_attention,
     our_rms,
     our_layer,
+    our_rope,
     lambda x, gate, up, activation: glu(x, gate, up, activation="silu" if activation == "silu" else "gelu_tanh"),
     our_loss,
 )
-SWAPS = {"attention": ("attention",), "norms": ("rms", "layer"), "mlp": ("mlp",), "loss": ("loss",)}
+SWAPS = {"attention": ("attention",), "norms": ("rms", "layer"), "rope": ("rope",), "mlp": ("mlp",), "loss": ("loss",)}
 """The fields that a swap takes from this package."""
 
 
@@ -209,7 +225,7 @@ class Stack:
                 for which, rows in (("q", queries), ("k", keys), ("v", keys))
             )
             if self.rope:
-                q, k = rope(q), rope(k)
+                q, k = ops.rope(q), ops.rope(k)
             out = ops.attention(q, k, v, causal=causal, window=window, cap=self.cap)
             return out.reshape(*queries.shape[:2], -1) @ w[f"{name}_o"].astype(COMPUTE)
 
@@ -234,15 +250,6 @@ class Stack:
         if self.norm == "layer":
             return ops.layer(x, scale, jnp.zeros_like(scale), residual)
         return ops.rms(x, scale, 1.0 if self.norms_after else 0.0, residual)
-
-
-def rope(x: jax.Array) -> jax.Array:
-    """Rotary embedding of halves, in float32."""
-    half = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
-    cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
-    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

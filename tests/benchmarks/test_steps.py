@@ -42,7 +42,7 @@ def test_every_form_of_a_model_takes_the_same_steps(name, monkeypatch):
 def test_a_form_takes_one_op_and_all_takes_every_one():
     taken = {form: {x.name for x in dataclasses.fields(steps.PLAIN) if _differs(form, x.name)} for form in steps.FORMS}
     assert taken["plain"] == set()
-    assert taken["all, attention kept"] == taken["all"] == {"attention", "rms", "layer", "mlp", "loss"}
+    assert taken["all, attention kept"] == taken["all"] == {"attention", "rms", "layer", "rope", "mlp", "loss"}
     assert set().union(*(taken[form] for form in steps.SWAPS)) == taken["all"]
 
 
