@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tilewright.modules import linear_cross_entropy
+from tilewright.modules import linear_cross_entropy, rope
 
 Parameters = dict[str, Any]
 
@@ -123,18 +123,6 @@ def rms_norm(
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon) * scale
 
 
-def rotary(
-    x: Float[Array, "*batch length heads head_dim"], positions: Int[Array, " length"], base: float = 10_000.0
-) -> jax.Array:
-    """Rotary position embedding (Su et al., 2021), the two halves of a head as the pairs."""
-    half = x.shape[-1] // 2
-    frequency = base ** (-jnp.arange(half) / half)
-    angle = positions[:, None] * frequency
-    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
-    first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 def embed(
     parameters: Parameters,
     tokens: Int[Array, "*batch length"],
@@ -175,7 +163,7 @@ def features(
 
     for index, layer in enumerate(parameters["layers"]):
         h = rms_norm(x, layer["attention_norm"])
-        query, key = (rotary(heads(h @ layer[name]), positions) for name in ("query", "key"))
+        query, key = (rope(heads(h @ layer[name]), positions) for name in ("query", "key"))
         out = attend(index, query, key, heads(h @ layer["value"]))
         x = x + out.reshape(*out.shape[:-2], -1) @ layer["output"]
         h = rms_norm(x, layer["mlp_norm"])

@@ -70,14 +70,6 @@ def test_no_logit_depends_on_a_later_byte(parameters, tokens):
     assert not np.allclose(before[:, 20], after[:, 20])
 
 
-def test_rotary_scores_depend_on_distance_alone():
-    query, key = jax.random.normal(jax.random.key(1), (2, 1, 1, 1, 16))
-    rows = [bt.rotary(jnp.broadcast_to(x, (1, 40, 1, 16)), jnp.arange(40))[0, :, 0] for x in (query, key)]
-    scores = rows[0] @ rows[1].T
-    np.testing.assert_allclose(scores[5, 2], scores[30, 27], rtol=1e-4)
-    np.testing.assert_allclose(jnp.linalg.norm(rows[0], axis=-1), jnp.linalg.norm(query), rtol=1e-5)
-
-
 def test_adamw_without_decay_and_clipping_is_the_published_update():
     optimizer = bt.OptimizerConfig(steps=10, warmup=1, weight_decay=0.0, clip_norm=1e9)
     state = bt.initial_state(ONE_LAYER, jax.random.key(2))
