@@ -20,6 +20,7 @@ from tilewright.modules import (
     linear_cross_entropy,
     matmul,
     rms_norm,
+    rope,
 )
 from tilewright.ops.lowering import call as lowering_call
 
@@ -139,6 +140,7 @@ OPS = {
     "flash_attention": (lambda x: attention(x), 0, OF_TOKENS + 2 * 64 * 4),
     "rms_norm": (lambda x: rms_norm(x, WIDTH[0]), 0, 0),
     "layer_norm": (lambda x: layer_norm(x, WIDTH[0], WIDTH[1]), 0, 0),
+    "rope": (lambda x: rope(x.reshape(64, 2, 16), np.arange(64)), 0, 0),
 }  # fmt: skip
 
 

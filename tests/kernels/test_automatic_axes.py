@@ -25,6 +25,7 @@ from tilewright.modules import (
     linear_kl_divergence,
     matmul,
     rms_norm,
+    rope,
 )
 from tilewright.ops import Kernel
 from tilewright.ops.lowering import partitioned
@@ -142,6 +143,9 @@ VALUES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[P, ...]]] = {
     "glu, both": (glu, (X, W, W + 1), (P("data"), P("data", "model"), P("data", "model"))),
     "norm by rows": (rms_norm, (normal(8, 16, 32), normal(32)), (P("data"), P())),
     "norm along d": (rms_norm, (normal(8, 16, 32), normal(32)), (P("data", None, "model"), P("model"))),
+    "rotation by batch and heads": (lambda x: rope(x, np.arange(32)), QKV[:1], (BY_BOTH,)),
+    "rotation by rows of positions": (rope, (QKV[0], np.arange(128).reshape(4, 32)), (P(), P("data", "model"))),
+    "rotation along dim": (lambda x: rope(x, np.arange(32)), QKV[:1], (P("data", None, None, "model"),)),
     "groups": (grouped_matmul, (X, normal(4, 32, 48), SIZES), (P(), P("data"), P())),
     "groups over the rows' axis": (grouped_matmul, (X, normal(4, 32, 48), SIZES), (P("data"), P("data"), P())),
     "rows of groups and n": (grouped_matmul, (X, normal(4, 32, 48), SIZES), (P("data"), P(None, None, "model"), P())),

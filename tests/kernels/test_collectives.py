@@ -34,6 +34,7 @@ from tilewright.modules import (
     mla_decode,
     page_attention,
     rms_norm,
+    rope,
     update_pages,
 )
 
@@ -217,6 +218,8 @@ CALLS = {
     ),
     "`rms_norm` | rows": Split(rms_norm, (((16, 8), P("s")), ((8,), P())), AxisType.Explicit),
     "`layer_norm` | rows": Split(layer_norm, (((16, 8), P("s")), ((8,), P()), ((8,), P())), AxisType.Explicit),
+    "`rope` | tokens": Split(rope, ((QUERY, P("s")),), AxisType.Explicit, integers=(QUERY[:1],)),
+    "`rope` | heads": Split(rope, ((QUERY, ROWS),), AxisType.Explicit, integers=(QUERY[:1],)),
     "`page_attention` and the like | heads": serving(page_attention, ROWS, BY_HEAD, BY_HEAD),
     "`page_attention` and the like | sequences, beside whole pages": serving(page_attention, P("s"), P(), P()),
     "`mla_decode` | heads, beside whole latents": Split(
