@@ -47,8 +47,7 @@ def _turned(inputs: RopeInputs, x: jax.Array, sign: float) -> jax.Array:
     head, rest = x[..., : inputs.rotated].astype(inputs.compute_dtype), x[..., inputs.rotated :]
     turn = _interleaved if inputs.interleaved else _halves
     out = turn(head, inputs.positions[..., None].astype(head.dtype), rates.astype(head.dtype), sign, magnitude)
-    # An array without elements still has a type: with symbolic dimensions JAX does not leave it out.
-    return lax.concatenate([out.astype(x.dtype), rest], x.ndim - 1) if rest.shape[-1] else out.astype(x.dtype)
+    return jnp.concatenate([out.astype(x.dtype), rest], axis=-1)
 
 
 def _halves(x: jax.Array, positions: jax.Array, rates: np.ndarray, sign: float, magnitude: float) -> jax.Array:
