@@ -77,8 +77,8 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
       version: changing it invalidates every cached config.
       run_is_forward: True if ``run`` returns what ``forward_with_residuals`` returns without the residuals, so that
         both can share one lowering.
-      linear: the names of arguments in which the outputs are linear, so that no derivative reads them: it gets zeros in
-        their place, and nothing keeps them for a backward pass.
+      linear: the names of arguments in which the outputs are linear, by factors that have no gradient. So no derivative
+        reads them: it gets zeros in their place, and nothing keeps them for a backward pass.
 
     Raises:
       ValueError: another class has the name and version. A class that is defined again, as when a notebook cell runs
