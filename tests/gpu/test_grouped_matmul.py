@@ -89,7 +89,7 @@ def test_candidates_at_real_sizes(case: GroupedMatmulCase, backend: Any):
             return {"out": backend.forward(inputs, params[0]).out} | {f"d_{name}": x for name, x in gradients.items()}
 
         got, again = both(inputs, d_out), both(inputs, d_out)
-        check(got, want, str(params))
+        check(got, want, where=str(params))
         for name, x in got.items():
             np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(again[name], np.float32))
 

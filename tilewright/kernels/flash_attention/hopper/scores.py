@@ -445,7 +445,9 @@ def biased_and_capped(
     capped = tanh * options.soft_cap
     if options.may_hold_minus_infinity:
         # S starts from relative values, so that there is no bias but in the sum.
-        capped = jnp.where((logits if bias is None else bias) <= HIDING_BIAS, -jnp.inf, capped)
+        hides = (logits if bias is None else bias) <= HIDING_BIAS
+        # Mosaic spreads a scalar, such as one bias for all keys, in sums alone.
+        capped = jnp.where(hides, -jnp.inf, capped) if hides.ndim else capped + jnp.where(hides, -jnp.inf, 0.0)
     return capped, tanh
 
 

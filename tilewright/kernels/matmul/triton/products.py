@@ -213,7 +213,7 @@ def over_batch(run: Callable[[Any, Any], Any], mapped: Sequence[jax.Array], matr
 
         def merged(array: jax.Array, is_batched: bool) -> jax.Array:
             array = array if is_batched else array[None]
-            return jnp.broadcast_to(array, (size, batch, *array.shape[2:])).reshape(-1, *array.shape[2:])
+            return jnp.broadcast_to(array, (size, batch, *array.shape[2:])).reshape(size * batch, *array.shape[2:])
 
         together = [merged(*each) for each in zip(mapped, batched[0], strict=True)]
         # Matrices that no vmap maps keep their axis of 1: they are read from one copy instead of being repeated.

@@ -57,6 +57,8 @@ class TritonNorm(Backend[NormInputs, NormResults, NormForwardParams, NormBackwar
                 reasons.append(f"{name} must be float16, bfloat16 or float32, not {x.dtype}")
         if inputs.rows > MAX_ROWS:
             reasons.append(f"rows={inputs.rows} must be at most {MAX_ROWS}")
+        if 0 in inputs.x.shape:
+            reasons.append(f"its kernels need elements, got x of the shape {inputs.x.shape}")
         return reasons
 
     def heuristic(self, inputs: NormInputs, device: Device, direction: Direction) -> Params:
@@ -76,7 +78,7 @@ class TritonNorm(Backend[NormInputs, NormResults, NormForwardParams, NormBackwar
 
     def forward(self, inputs: NormInputs, params: NormForwardParams) -> NormResults:
         shape, columns = inputs.x.shape, inputs.x.shape[-1]
-        by_row = [None if x is None else x.reshape(1, -1, columns) for x in (inputs.x, inputs.residual)]
+        by_row = [None if x is None else x.reshape(1, inputs.rows, columns) for x in (inputs.x, inputs.residual)]
         shared = [None if x is None else x[None] for x in (inputs.weight, inputs.bias)]
         call = functools.partial(_forward, options=inputs.options, params=params)
         out, total = _over_groups(call, by_row, shared)
@@ -88,7 +90,7 @@ class TritonNorm(Backend[NormInputs, NormResults, NormForwardParams, NormBackwar
         """Gradients by name; those of x and of the residual are the same array."""
         shape, columns = inputs.x.shape, inputs.x.shape[-1]
         arrays = (normed(inputs, results), cotangents.out, cotangents.total)
-        by_row = [None if x is None else x.reshape(1, -1, columns) for x in arrays]
+        by_row = [None if x is None else x.reshape(1, inputs.rows, columns) for x in arrays]
         shared = [None if x is None else x[None] for x in (inputs.weight, inputs.bias)]
         call = functools.partial(_backward, options=inputs.options, params=params)
         d_x, d_weight, d_bias = _over_groups(call, by_row, shared)
@@ -118,7 +120,7 @@ def _over_groups(run: Callable[[Any, Any], Any], by_row: Any, shared: Any) -> An
 
         def merged(array: jax.Array, is_batched: bool) -> Any:
             array = array if is_batched else array[None]
-            return jnp.broadcast_to(array, (size, groups, *array.shape[2:])).reshape(-1, *array.shape[2:])
+            return jnp.broadcast_to(array, (size, groups, *array.shape[2:])).reshape(size * groups, *array.shape[2:])
 
         by_row = jax.tree.map(merged, by_row, batched[0])
         # All or none: kernels have one stride between groups for both vectors. Not mapped, they stay one group for all
@@ -150,7 +152,7 @@ def _forward(by_row: Any, shared: Any, options: dict[str, Any], params: NormForw
     shape = x.shape
     # Groups that share weight and bias are one group of more rows.
     if all(array.shape[0] == 1 for array in jax.tree.leaves(shared)):
-        x, residual = jax.tree.map(lambda array: array.reshape(1, -1, shape[2]), (x, residual))
+        x, residual = jax.tree.map(lambda array: array.reshape(1, shape[0] * shape[1], shape[2]), (x, residual))
     groups, rows, columns = x.shape
     # Params were chosen for one group before vmap.
     if shape[0] > 1:
