@@ -32,7 +32,7 @@ from token_rows import Corpus, load_tokens
 
 import tilewright
 from tilewright.kernels.op.roofline import peaks_of
-from tilewright.modules import flash_attention, glu, linear_cross_entropy, rms_norm
+from tilewright.modules import flash_attention, glu, linear_cross_entropy, rms_norm, rope
 from tilewright.ops.utils.device import current_device
 
 type Arrays = dict[str, Any]
@@ -101,15 +101,6 @@ def parameters(key: jax.Array, model: Model) -> Arrays:
 
 def is_norm(path: Any) -> bool:
     return "norm" in jax.tree_util.keystr(path)
-
-
-def rope(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rotates halves of ``[..., tokens, heads, dim]`` by ``positions`` ``[..., tokens]``, in float32."""
-    half = x.shape[-1] // 2
-    angles = positions[..., None, None] * 10000.0 ** (-jnp.arange(half) / half)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = (first * jnp.cos(angles) - second * jnp.sin(angles), second * jnp.cos(angles) + first * jnp.sin(angles))
-    return jnp.concatenate(turned, -1).astype(x.dtype)
 
 
 def packed(tokens: jax.Array, end: int) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import tilewright
 from tests.every_op.matrix import call_of, every_op
@@ -16,6 +19,7 @@ from tilewright.kernels import OPS, kernel
 from tilewright.kernels.cuda import toolchain
 from tilewright.kernels.cuda.kernel import recording_groups
 from tilewright.kernels.op.choice import DECLARED, Choice
+from tilewright.modules import rms_norm
 from tilewright.ops import default_executor, find_labels_in_lowered
 from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.lowering.labels import is_call_label, parse_label
@@ -130,3 +134,12 @@ def test_the_capability_page_names_the_backends_that_come_first_on_an_h100() -> 
         with tilewright.target_device("NVIDIA H100 80GB HBM3"):
             chosen = default_executor().explain(kernel(op), *map(struct_like, arrays), quiet=True, **options)
         assert {each.config.backend for each in chosen.choices} == {backend}, op
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_arguments_on_a_mesh_of_automatic_axes_are_explained(count: int):
+    with tilewright.target_device("NVIDIA H100 80GB HBM3", count) as target:
+        mesh = target.make_mesh((count, 1), ("data", "model"), (AxisType.Auto,) * 2)
+        x = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
+        (call,) = tilewright.explain(rms_norm, x)
+    assert call.config.backend == "triton"

@@ -79,7 +79,7 @@ def _mesh_of_target(arguments: object) -> Iterator[tuple[str, ...] | None]:
     target = active_target()
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments))
     meshes = (each.mesh for each in shardings if isinstance(each, jax.sharding.NamedSharding))
-    mesh = next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.AbstractMesh) and mesh.size > 1), None)
+    mesh = next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.AbstractMesh) and mesh.axis_names), None)
     if target is None or mesh is None or not mesh._any_axis_auto:
         yield None
         return
