@@ -43,6 +43,12 @@ POLICY = POLICIES.save_from_both_policies(
     POLICIES.save_only_these_names("flash_attention_out", "flash_attention_residuals"),
 )
 
+ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+"""Of Llama 3.2's ``config.json``."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -116,9 +122,8 @@ def layer(x: jax.Array, w: Arrays, documents: jax.Array, positions: jax.Array, h
     matrix = {name: each.astype(x.dtype) for name, each in w.items() if each.ndim == 2}
     y = rms_norm(x, w["norm_attention"])
     q, k, v = ((y @ matrix[name]).reshape(*x.shape[:2], -1, head_dim) for name in "qkv")
-    y = flash_attention(
-        rope(q, positions), rope(k, positions), v, causal=True, q_segment_ids=documents, kv_segment_ids=documents
-    )
+    q, k = (rope(each, positions, scaling=ROPE) for each in (q, k))
+    y = flash_attention(q, k, v, causal=True, q_segment_ids=documents, kv_segment_ids=documents)
     y, x = rms_norm(y.reshape(*x.shape[:2], -1) @ matrix["o"], w["norm_mlp"], residual=x)
     return x + glu(y, matrix["gate"], matrix["up"]) @ matrix["down"]
 

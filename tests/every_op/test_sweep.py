@@ -5,7 +5,7 @@ import pytest
 from tests.every_op.matrix import every_op
 from tests.every_op.sweep import DEVICES, draw, drawn_fields, failures, values_of
 
-HANDFUL, CHUNK, CHUNKS = 2, 20, 5
+HANDFUL, CHUNK, CHUNKS = 2, 20, 2
 
 every = pytest.mark.parametrize("op", every_op())
 on_every_device = pytest.mark.parametrize("device", DEVICES)

@@ -52,7 +52,7 @@ class MatmulBackend[Forward, Backward](Backend[MatmulInputs, Any, Forward, Backw
         """The params by which a gated op's pre-activations are computed again; ``None`` to use those that were kept."""
 
     multiple: ClassVar[int] = 1
-    """What k and n of operands of 16 bits are padded to multiples of, if enough rows gain by it."""
+    """k and n of operands of 16 bits are padded to multiples of it if enough rows gain."""
 
     def pads(self, inputs: MatmulInputs) -> bool:
         """True if the products are of padded copies."""
