@@ -28,6 +28,8 @@ SCALARS: dict[str, Any] = {
     "kv_lora_rank": 512,
     "label_smoothing": 0.1,
     "fraction": 0.5,
+    "num_groups": 2,
+    "top_groups": 1,
     "transpose_lhs": False,
     "transpose_rhs": False,
 }

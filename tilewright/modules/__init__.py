@@ -21,6 +21,8 @@ from tilewright.kernels.rope.scaling import (
     RopeScaling,
     YarnScaling,
 )
+from tilewright.kernels.router.losses import load_balancing_loss, router_z_loss
+from tilewright.kernels.router.op import TopKRouter, top_k_router
 from tilewright.modules.attention import (
     FlashAttention,
     context_parallel_attention,
@@ -74,6 +76,7 @@ __all__ = [
     "RmsNorm",
     "Rope",
     "RopeScaling",
+    "TopKRouter",
     "UnifiedAttention",
     "UpdatePages",
     "YarnScaling",
@@ -95,6 +98,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_kl_divergence",
     "linear_log_probs",
+    "load_balancing_loss",
     "matmul",
     "matmul_reduce_scatter",
     "mla_decode",
@@ -103,6 +107,8 @@ __all__ = [
     "ragged_page_attention",
     "rms_norm",
     "rope",
+    "router_z_loss",
+    "top_k_router",
     "unified_attention",
     "unzigzag",
     "update_pages",

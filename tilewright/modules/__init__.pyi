@@ -43,6 +43,8 @@ from tilewright.kernels.rope.scaling import (
     RopeScaling,
     YarnScaling,
 )
+from tilewright.kernels.router.inputs import Scoring
+from tilewright.kernels.router.op import TopKRouter
 from tilewright.modules import base
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "RmsNorm",
     "Rope",
     "RopeScaling",
+    "TopKRouter",
     "UnifiedAttention",
     "UpdatePages",
     "YarnScaling",
@@ -88,6 +91,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_kl_divergence",
     "linear_log_probs",
+    "load_balancing_loss",
     "matmul",
     "matmul_reduce_scatter",
     "mla_decode",
@@ -96,6 +100,8 @@ __all__ = [
     "ragged_page_attention",
     "rms_norm",
     "rope",
+    "router_z_loss",
+    "top_k_router",
     "unified_attention",
     "unzigzag",
     "update_pages",
@@ -848,6 +854,7 @@ def linear_log_probs(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array | tuple[Array, Array]: ...
+def load_balancing_loss(probabilities: ArrayLike, experts: ArrayLike, num_experts: int) -> Array: ...
 @overload
 def mla_decode(
     query: ArrayLike,
@@ -1239,6 +1246,7 @@ def rms_norm(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array | tuple[Array, Array]: ...
+def router_z_loss(logits: ArrayLike) -> Array: ...
 @overload
 def unified_attention(
     query: ArrayLike,
@@ -1490,3 +1498,16 @@ def rope(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array: ...
+def top_k_router(
+    logits: ArrayLike,
+    k: int,
+    *,
+    scoring: Scoring = "softmax",
+    normalize: bool = True,
+    bias: ArrayLike | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> tuple[Array, Array]: ...

@@ -1,0 +1,1 @@
+"""The router of a mixture of experts: its choice, its weights and losses, and one backend."""
