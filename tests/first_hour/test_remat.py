@@ -21,6 +21,7 @@ from tilewright.modules import (
     matmul,
     rms_norm,
     rope,
+    top_k_router,
 )
 from tilewright.ops.lowering import call as lowering_call
 
@@ -141,6 +142,7 @@ OPS = {
     "rms_norm": (lambda x: rms_norm(x, WIDTH[0]), 0, 0),
     "layer_norm": (lambda x: layer_norm(x, WIDTH[0], WIDTH[1]), 0, 0),
     "rope": (lambda x: rope(x.reshape(64, 2, 16), np.arange(64)), 0, 0),
+    "top_k_router": (lambda x: top_k_router(x, 4)[0], 0, 0),
 }  # fmt: skip
 
 

@@ -58,14 +58,11 @@ def test_it_is_the_layer_of_one_hot_matrices_in_float64(page: Any) -> None:
 
 
 def test_no_row_is_added_to_another_in_an_order_of_chance(page: Any) -> None:
-    """Of sums by index there is only that of the router's logits, of which a token chooses each once.
-
-    The results of a token's experts, and their gradients, are added up in float32.
-    """
+    """No sum goes by index: the results of a token's experts, and their gradients, are added up in float32."""
     arrays = [x.astype(jnp.bfloat16) for x in ARRAYS]
     program = both_ways(page.expert_layer)
     found = [(each.primitive.name, each.invars) for each in equations(jax.make_jaxpr(program)(*arrays).jaxpr)]
-    assert [operands[0].aval.shape for name, operands in found if "scatter" in name] == [(TOKENS, EXPERTS)]
+    assert not [name for name, _ in found if "scatter" in name]
     of_tokens = [operands[0].aval for name, operands in found if name == "reduce_sum" and operands[0].aval.ndim == 3]
     assert {x.dtype.name for x in of_tokens} == {"float32"}
     first, again = (jax.tree.map(np.asarray, program(*arrays)) for _ in range(2))

@@ -26,6 +26,7 @@ from tilewright.modules import (
     matmul,
     rms_norm,
     rope,
+    top_k_router,
 )
 from tilewright.ops import Kernel
 from tilewright.ops.lowering import partitioned
@@ -146,6 +147,8 @@ VALUES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[P, ...]]] = {
     "rotation by batch and heads": (lambda x: rope(x, np.arange(32)), QKV[:1], (BY_BOTH,)),
     "rotation by rows of positions": (rope, (QKV[0], np.arange(128).reshape(4, 32)), (P(), P("data", "model"))),
     "rotation along dim": (lambda x: rope(x, np.arange(32)), QKV[:1], (P("data", None, None, "model"),)),
+    "router by tokens": (lambda x: top_k_router(x, 3)[0], (X,), (P("data"),)),
+    "router along experts": (lambda x: top_k_router(x, 3)[0], (X,), (P("data", "model"),)),
     "groups": (grouped_matmul, (X, normal(4, 32, 48), SIZES), (P(), P("data"), P())),
     "groups over the rows' axis": (grouped_matmul, (X, normal(4, 32, 48), SIZES), (P("data"), P("data"), P())),
     "rows of groups and n": (grouped_matmul, (X, normal(4, 32, 48), SIZES), (P("data"), P(None, None, "model"), P())),

@@ -35,6 +35,7 @@ from tilewright.modules import (
     page_attention,
     rms_norm,
     rope,
+    top_k_router,
     update_pages,
 )
 
@@ -220,6 +221,7 @@ CALLS = {
     "`layer_norm` | rows": Split(layer_norm, (((16, 8), P("s")), ((8,), P()), ((8,), P())), AxisType.Explicit),
     "`rope` | tokens": Split(rope, ((QUERY, P("s")),), AxisType.Explicit, integers=(QUERY[:1],)),
     "`rope` | heads": Split(rope, ((QUERY, ROWS),), AxisType.Explicit, integers=(QUERY[:1],)),
+    "`top_k_router` | tokens": Split(lambda x: top_k_router(x, 2)[0], (((16, 8), P("s")),), AxisType.Explicit),
     "`page_attention` and the like | heads": serving(page_attention, ROWS, BY_HEAD, BY_HEAD),
     "`page_attention` and the like | sequences, beside whole pages": serving(page_attention, P("s"), P(), P()),
     "`mla_decode` | heads, beside whole latents": Split(
