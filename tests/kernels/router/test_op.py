@@ -117,6 +117,12 @@ def test_few_experts_in_the_best_groups_leave_the_others_before_what_is_missing(
         assert np.isfinite(weights).all()
 
 
+def test_a_group_with_one_expert_is_better_than_an_empty_one():
+    logits = jnp.array([-jnp.inf, -jnp.inf, -jnp.inf, 4.0, 5.0, 3.0, -jnp.inf, -jnp.inf])
+    for scoring in ("softmax", "sigmoid", "softmax_after"):
+        assert top_k_router(logits, 2, scoring=scoring, num_groups=4, top_groups=2)[1].tolist() == [4, 3]
+
+
 def test_great_logits_choose_by_themselves():
     """Their scores round to one, and to zero."""
     for scoring in ("softmax", "sigmoid"):
