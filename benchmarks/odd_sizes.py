@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import interleaved, queued, record
+from benchmarks.step_models import plain_loss, plain_mlp
 from tilewright.modules import (
     flash_attention,
     glu,
@@ -37,12 +38,6 @@ def drawn(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
     return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(jnp.bfloat16)
 
 
-def plain_loss(x: jax.Array, weight: jax.Array, labels: jax.Array, *, vocab_first: bool, **_: Any) -> jax.Array:
-    logits = jnp.einsum("td,vd->tv" if vocab_first else "td,dv->tv", x, weight).astype(jnp.float32)
-    own = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
-    return jnp.mean(jax.nn.logsumexp(logits, -1) - own)
-
-
 def loss(vocab: int, tokens: int, d: int, function: Callable[..., Any], vocab_first: bool, **options: Any) -> Problem:
     weight = drawn(1, *((vocab, d) if vocab_first else (d, vocab)), scale=d**-0.5)
     labels = jax.random.randint(jax.random.key(2), (tokens,), 0, vocab)
@@ -54,7 +49,7 @@ def losses() -> Iterator[Family]:
     for layout, first in (("[vocab, d]", True), ("[d, vocab]", False)):
         options: dict[str, Any] = {"tokens": 8192, "d": 768, "vocab_first": first}
         yield f"loss {layout}", sizes, functools.partial(loss, function=linear_cross_entropy, **options)
-        yield f"plain loss {layout}", (50257, 50304), functools.partial(loss, function=plain_loss, **options)
+        yield f"plain loss {layout}", (50257, 50304), functools.partial(loss, function=plain_loss, cap=None, **options)
         by_triton = functools.partial(linear_cross_entropy, platform="triton")
         yield f"triton loss {layout}", (50257, 50304), functools.partial(loss, function=by_triton, **options)
     options = {"d": 2048, "vocab_first": True, "function": linear_cross_entropy}
@@ -79,7 +74,7 @@ def products(op: str, tokens: int, k: int, n: int) -> Problem:
     if op == "matmul":
         return matmul, (x, weights[0]), 2
     if op == "plain glu":
-        return lambda x, gate, up: jax.nn.silu(x @ gate) * (x @ up), (x, *weights), 3
+        return functools.partial(plain_mlp, activation="silu"), (x, *weights), 3
     return glu, (x, *weights), 3
 
 

@@ -304,11 +304,9 @@ def draw(op: str, device: str, seed: int) -> Call:
     backends = [each.name for each in kernel(op).backends.usable]
     platforms = sorted({str(each.platform) for each in kernel(op).backends.usable})
     pick, platform = None, None
-    if is_default:
-        pass
-    elif rng.random() < 0.15:
+    if not is_default and rng.random() < 0.15:
         platform = rng.choice(platforms)
-    elif rng.random() < 0.75:
+    elif not is_default and rng.random() < 0.75:
         pick = rng.randrange(len(backends)) if rng.random() < 0.6 else rng.randrange(1000)
     gradients = rng.choice((None, "positional", "all")) if kernel(op).differentiable else None
     mapped = rng.choice((0, -1)) if rng.random() < 0.1 else None

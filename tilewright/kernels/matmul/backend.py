@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.matmul.inputs import MatmulInputs, MatmulResults, padded
+from tilewright.kernels.matmul.inputs import MatmulInputs, MatmulResults
 from tilewright.kernels.numerics.activations import gated_gradients, kept_apart
+from tilewright.kernels.op.arguments import padded
 from tilewright.kernels.op.backend import Backend
 
 PADDING_ROWS = 256
@@ -73,8 +74,8 @@ class MatmulBackend[Forward, Backward](Backend[MatmulInputs, Any, Forward, Backw
     def forward(self, inputs: MatmulInputs, params: Forward) -> MatmulResults:
         if inputs.is_empty:
             return MatmulResults(*[jnp.zeros(inputs.out_shape, inputs.out_dtype)] * inputs.num_results)
-        padded = self.padded(inputs)
-        found = (x.reshape(padded.out_shape) for x in self.products(padded, params).forward())
+        to_multiply = self.padded(inputs)
+        found = (x.reshape(to_multiply.out_shape) for x in self.products(to_multiply, params).forward())
         return MatmulResults(*(_cut(x, inputs.out_shape) for x in found))
 
     def backward(self, inputs: MatmulInputs, results: Any, cotangents: jax.Array, params: Backward) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from tilewright.kernels.numerics.dots import accumulator
-from tilewright.kernels.op.arguments import apply, reshape
+from tilewright.kernels.op.arguments import apply, padded, reshape
 from tilewright.kernels.op.inputs import OpInputs, array, static
 
 SCALE_BLOCK = 128
@@ -145,9 +145,3 @@ class MatmulInputs(OpInputs):
             **{name: apply(lambda x: x[None], x) for name, x in self.weights.items()},
             group_sizes=apply(lambda _: jnp.full((1,), self.rows, jnp.int32), self.lhs),
         )
-
-
-def padded(x: jax.Array, multiple: int, *axes: int) -> jax.Array:
-    """An array with zeros behind its elements, up to multiples of a number along these axes; or its shape."""
-    widths = [(0, -size % multiple if axis in axes else 0) for axis, size in enumerate(x.shape)]
-    return cast(jax.Array, apply(lambda x: jnp.pad(x, widths), x) if any(after for _, after in widths) else x)

@@ -49,6 +49,12 @@ def reshape(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return array if array.shape == shape else apply(lambda x: x.reshape(shape), array)
 
 
+def padded(array: jax.Array, multiple: int, *axes: int) -> jax.Array:
+    """An array with zeros behind its elements, up to multiples of a number along these axes; or its shape."""
+    widths = [(0, -size % multiple if axis in axes else 0) for axis, size in enumerate(array.shape)]
+    return cast(jax.Array, apply(lambda x: jnp.pad(x, widths), array)) if any(after for _, after in widths) else array
+
+
 def apply(function: Callable[..., Any], *arrays: jax.Array | jax.ShapeDtypeStruct | np.ndarray | None) -> Any:
     """Returns ``function(*arrays)``, evaluated abstractly if one of the arrays is a ``ShapeDtypeStruct``."""
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays):

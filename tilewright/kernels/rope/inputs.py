@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tilewright.kernels.op.inputs import OpInputs, static
-from tilewright.kernels.rope.scaling import RopeScaling, frequencies
+from tilewright.kernels.rope.scaling import RopeScaling, rotation_of
 
 
 class RopeInputs(OpInputs):
@@ -41,9 +41,7 @@ class RopeInputs(OpInputs):
     @functools.cached_property
     def rotation(self) -> tuple[np.ndarray, float]:
         """The frequency of each pair, in radians a position, and the factor of the result."""
-        if self.scaling is None:
-            return frequencies(self.base, self.rotated), 1.0
-        return self.scaling.rotation(self.base, self.rotated)
+        return rotation_of(self.scaling, self.base, self.rotated)
 
 
 def rope_reference(inputs: RopeInputs, compute_dtype: DTypeLike | None = None) -> jax.Array:

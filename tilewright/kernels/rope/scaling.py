@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -39,6 +40,12 @@ class RopeScaling(abc.ABC):
             value = getattr(self, field.name)
             if value is not None or field.default is not None:
                 object.__setattr__(self, field.name, _canonical(f"{type(self).__name__}.{field.name}", value))
+
+
+@functools.cache
+def rotation_of(scaling: RopeScaling | None, base: float, dim: int) -> Rotation:
+    """The same, also without scaling; computed once, for a call that is not traced reads it twice."""
+    return (frequencies(base, dim), 1.0) if scaling is None else scaling.rotation(base, dim)
 
 
 def _canonical(name: str, value: object) -> float | bool | tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from tilewright.kernels.router.cases import CASES, RouterCase
 from tilewright.kernels.router.inputs import RouterInputs, Scoring, routed
 from tilewright.ops.utils.stable_ids import stable_id
 
-_SCORINGS = ("softmax", "sigmoid", "softmax_after")
+_SCORINGS = get_args(Scoring.__value__)
 
 
 @stable_id("tilewright/router.TopKRouter")

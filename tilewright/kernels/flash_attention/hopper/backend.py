@@ -71,6 +71,7 @@ from tilewright.kernels.hopper.softmax import LOG2E
 from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.masks import Mask
 from tilewright.kernels.numerics.softmax import sinks_lse
+from tilewright.kernels.op.arguments import padded
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint
@@ -84,8 +85,7 @@ CACHED_QUERIES = 16 << 20
 
 def aligned(array: jax.Array) -> Any:
     """``[batch, length, heads, dim]`` with zeros to strides that TMA can have: copied only where ``dim`` is unusual."""
-    rest = -array.shape[3] % (TMA_STRIDE_BYTES // array.dtype.itemsize)
-    return jnp.pad(array, [(0, 0), (0, 0), (0, 0), (0, rest)]) if rest else array
+    return padded(array, TMA_STRIDE_BYTES // array.dtype.itemsize, 3)
 
 
 type Plan = ForwardPlan | BackwardPlan | WideBackwardPlan

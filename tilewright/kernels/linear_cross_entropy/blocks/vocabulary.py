@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.numerics.dots import dot
+from tilewright.kernels.op.arguments import padded
 from tilewright.kernels.op.sharding import vary_over, varying_axes
 
 MULTIPLE = 256
@@ -21,7 +22,7 @@ MULTIPLE = 256
 
 ALIGNED = 8
 """Classes of 16 bits from which on the rows of a matrix ``[d, vocab]``, and of gradients of logits, begin at multiples
-of 16 bytes. TMA wants them so, and cuBLAS is slow otherwise (docs/notes/vocabulary_losses.md)."""
+of 16 bytes. TMA wants them so, and cuBLAS is slow otherwise (docs/notes/odd_sizes.md)."""
 
 
 def aligned(vocab: int) -> int:
@@ -127,13 +128,13 @@ class Head:
         return self.width - self.padding
 
     def aligned(self) -> "Head":
-        """The same with a copy of the matrix that is padded to a multiple of `ALIGNED` classes, if it is none."""
-        padding = aligned(self.width) - self.width
-        if not padding:
-            return self
-        widths = [(0, padding if axis == self.vocab_axis else 0) for axis in range(2)]
-        bias = None if self.bias is None else jnp.pad(self.bias, (0, padding))
-        return dataclasses.replace(self, weight=jnp.pad(self.weight, widths), bias=bias, padding=padding)
+        """The same with a matrix of a multiple of `ALIGNED` columns, a padded copy if it has others."""
+        return dataclasses.replace(
+            self,
+            weight=padded(self.weight, ALIGNED, self.vocab_axis),
+            bias=None if self.bias is None else padded(self.bias, ALIGNED, 0),
+            padding=aligned(self.width) - self.vocab,
+        )
 
 
 @jax.tree_util.register_dataclass
