@@ -1,0 +1,70 @@
+"""The interface of what moves the rows of a mixture of experts."""
+
+import abc
+from typing import Any
+
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from tilewright.kernels.permutation.routing import Routing
+
+
+class Movement(abc.ABC):
+    """The products of a mixture of experts that are no matmuls; stateless, and the same bits in every run.
+
+    Weights, sums and activations are computed in float32, or float64 for float64 rows, and rounded once. ``k`` is at
+    least 1. Nothing here has a derivative for JAX to find, except where an implementation says so.
+    """
+
+    @abc.abstractmethod
+    def route(self, experts: Int32[Array, "tokens k"], num_experts: int, capacity: int | None = None) -> Routing:
+        """The rows of choices of experts; with ``capacity``, an expert has no more rows than that."""
+
+    @abc.abstractmethod
+    def gather(
+        self, x: Float[Array, "tokens d"], routing: Routing, weights: Float[Array, "tokens k"] | None = None
+    ) -> Float[Array, "choices d"]:
+        """The rows of experts, times the weights of their choices; zeros in rows that hold no choice."""
+
+    @abc.abstractmethod
+    def combine(
+        self,
+        rows: Float[Array, "choices d"],
+        routing: Routing,
+        weights: Float[Array, "tokens k"] | None = None,
+        bias: Float[Array, "experts d"] | None = None,
+        experts: Int32[Array, "tokens k"] | None = None,
+        out_dtype: DTypeLike | None = None,
+    ) -> Float[Array, "tokens d"]:
+        """The sum over a token's choices of ``weight · (row + bias of its expert)``, in the order of the choices.
+
+        Dropped choices are left out, weights and all. A bias needs ``experts``; the dtype is that of the rows unless
+        one is given.
+        """
+
+    @abc.abstractmethod
+    def dots(
+        self,
+        y: Float[Array, "tokens d"],
+        rows: Float[Array, "choices d"],
+        routing: Routing,
+        bias: Float[Array, "experts d"] | None = None,
+        experts: Int32[Array, "tokens k"] | None = None,
+    ) -> Float32[Array, "tokens k"]:
+        """The inner products of a token of ``y`` with its rows, plus the bias of their experts; 0 where dropped."""
+
+    @abc.abstractmethod
+    def gate_gradients(
+        self,
+        activation: str,
+        gate: Float[Array, "rows n"],
+        up: Float[Array, "rows n"],
+        d_hidden: Float[Array, "rows n"],
+        row_weights: Float32[Array, " rows"],
+    ) -> tuple[Any, Any, Any, Any]:
+        """``(d_gate, d_up, weighted_hidden, dots)`` of ``hidden = act(gate) · up``, whose result has a weight by row.
+
+        ``d_gate`` and ``d_up`` are the gradients of both pre-activations for the cotangent ``row_weights · d_hidden``,
+        ``weighted_hidden`` is ``row_weights · hidden``, all in the dtype of ``gate``; ``dots`` is the inner product of
+        each row of ``d_hidden`` and ``hidden``, float32 ``[rows]``.
+        """
