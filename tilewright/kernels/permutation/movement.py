@@ -1,12 +1,27 @@
 """The interface of what moves the rows of a mixture of experts."""
 
 import abc
-from typing import Any
+from typing import NamedTuple
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from tilewright.kernels.permutation.routing import Routing
+
+
+class GateGradients(NamedTuple):
+    """Gradients and products of hidden rows ``act(gate) · up``.
+
+    Attributes:
+      d_gate, d_up: the gradients of both pre-activations for the cotangents ``row_weights · d_hidden``.
+      weighted_hidden: ``row_weights · hidden``; like the gradients in the dtype of ``gate``.
+      dots: the inner product of each row of ``d_hidden`` and of ``hidden``, in float32.
+    """
+
+    d_gate: Float[Array, "rows n"]
+    d_up: Float[Array, "rows n"]
+    weighted_hidden: Float[Array, "rows n"]
+    dots: Float32[Array, " rows"]
 
 
 class Movement(abc.ABC):
@@ -61,10 +76,5 @@ class Movement(abc.ABC):
         up: Float[Array, "rows n"],
         d_hidden: Float[Array, "rows n"],
         row_weights: Float32[Array, " rows"],
-    ) -> tuple[Any, Any, Any, Any]:
-        """``(d_gate, d_up, weighted_hidden, dots)`` of ``hidden = act(gate) · up``, whose result has a weight by row.
-
-        ``d_gate`` and ``d_up`` are the gradients of both pre-activations for the cotangent ``row_weights · d_hidden``,
-        ``weighted_hidden`` is ``row_weights · hidden``, all in the dtype of ``gate``; ``dots`` is the inner product of
-        each row of ``d_hidden`` and ``hidden``, float32 ``[rows]``.
-        """
+    ) -> GateGradients:
+        """The gradients of a gated unit whose results have a weight by row."""

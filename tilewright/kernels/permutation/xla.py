@@ -1,7 +1,5 @@
 """The movement of rows in plain XLA, for every device and floating-point dtype."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.numerics.activations import gated, gated_gradients
-from tilewright.kernels.permutation.movement import Movement
+from tilewright.kernels.permutation.movement import GateGradients, Movement
 from tilewright.kernels.permutation.routing import Routing, exists, positions_of, scattered
 from tilewright.ops.kernel.arrays import is_symbolic
 
@@ -30,6 +28,7 @@ class XlaMovement(Movement):
         if capacity is None:
             source = jnp.where(row < ends[-1], order, -1)
         else:
+            capacity = min(capacity, MAX_INT32)
             sizes = jnp.minimum(sizes, capacity)
             expert = jnp.minimum(sorted_ids, num_experts - 1)
             rank = row - _entries(starts, expert)
@@ -82,12 +81,12 @@ class XlaMovement(Movement):
 
     def gate_gradients(
         self, activation: str, gate: jax.Array, up: jax.Array, d_hidden: jax.Array, row_weights: jax.Array
-    ) -> tuple[Any, Any, Any, Any]:
+    ) -> GateGradients:
         wide = _wide(gate.dtype)
         weights, slope = row_weights.astype(wide)[:, None], d_hidden.astype(wide)
         hidden = gated(activation, gate.astype(wide), up.astype(wide))
         d_gate, d_up = gated_gradients(activation, gate, up, weights * slope, wide)
-        return d_gate, d_up, (weights * hidden).astype(gate.dtype), (slope * hidden).sum(1)
+        return GateGradients(d_gate, d_up, (weights * hidden).astype(gate.dtype), (slope * hidden).sum(1))
 
 
 def _wide(dtype: DTypeLike) -> np.dtype:

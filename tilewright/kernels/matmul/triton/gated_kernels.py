@@ -12,36 +12,7 @@ The grid is that of ``kernels.rows_by_matrices``. Sums and the activation are in
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def activated(x, ACTIVATION: tl.constexpr):
-    """The activation of that name."""
-    if ACTIVATION == "silu":
-        # Where exp overflows, x / ∞ is the −0 that silu tends to.
-        y = x / (1.0 + tl.exp(-x))
-    elif ACTIVATION == "gelu":
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh u) / 2 is the sigmoid of 2u; the factor is 2 · sqrt(2 / π).
-        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    elif ACTIVATION == "relu":
-        y = tl.where(x < 0.0, 0.0, x)  # keeps NaN, which tl.maximum drops
-    elif ACTIVATION == "sigmoid":
-        y = 1.0 / (1.0 + tl.exp(-x))
-    elif ACTIVATION == "tanh":
-        size = tl.abs(x)
-        t = tl.exp(-2.0 * size)
-        # Near 0 the quotient cancels: there the Taylor series, whose first term left out is below 2⁻²⁹ of its sum.
-        square = x * x
-        series = 1.0 + square * (
-            -0.3333333333333333
-            + square * (0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203))
-        )
-        quotient = (1.0 - t) / (1.0 + t)
-        y = tl.where(size < 0.2, x * series, tl.where(x < 0.0, -quotient, quotient))
-    else:
-        y = x
-    return y
+from tilewright.kernels.triton.activations import activated
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""The movement of rows in Triton."""
