@@ -26,6 +26,7 @@ _OPS = {
     "rms_norm": "tilewright.kernels.norms.op:RmsNorm",
     "layer_norm": "tilewright.kernels.norms.op:LayerNorm",
     "rope": "tilewright.kernels.rope.op:Rope",
+    "moe_mlp": "tilewright.kernels.experts.op:MoeMlp",
     "top_k_router": "tilewright.kernels.router.op:TopKRouter",
     "matmul": "tilewright.kernels.matmul.ops.matmul:Matmul",
     "glu": "tilewright.kernels.matmul.ops.glu:Glu",

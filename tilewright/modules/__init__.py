@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 from tilewright import kernels
+from tilewright.kernels.experts.op import MoeMlp, moe_mlp
 from tilewright.kernels.linear_cross_entropy.kl import LinearKlDivergence, linear_kl_divergence
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy, linear_cross_entropy, linear_log_probs
 from tilewright.kernels.matmul.distributed.op import all_gather_matmul, matmul_reduce_scatter
@@ -69,6 +70,7 @@ __all__ = [
     "LongRopeScaling",
     "Matmul",
     "MlaDecode",
+    "MoeMlp",
     "NtkScaling",
     "PageAttention",
     "RaggedDecodeAttention",
@@ -102,6 +104,7 @@ __all__ = [
     "matmul",
     "matmul_reduce_scatter",
     "mla_decode",
+    "moe_mlp",
     "page_attention",
     "ragged_decode_attention",
     "ragged_page_attention",

@@ -1,6 +1,6 @@
 """The functions that most users call, and their kernels, for type checkers. Written by tools/stubs.py."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 from jax import Array, P
@@ -8,6 +8,8 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
 from tilewright.kernels.biases import AlibiBias, RelativeBias
+from tilewright.kernels.experts.layer import ExpertActivation, MoeMlp
+from tilewright.kernels.experts.parallel import ExpertStrategy
 from tilewright.kernels.flash_attention.arguments import CausalAlignment
 from tilewright.kernels.flash_attention.distributed.layout import LayoutName
 from tilewright.kernels.flash_attention.distributed.model import StrategyName
@@ -62,6 +64,7 @@ __all__ = [
     "LongRopeScaling",
     "Matmul",
     "MlaDecode",
+    "MoeMlp",
     "NtkScaling",
     "PageAttention",
     "RaggedDecodeAttention",
@@ -95,6 +98,7 @@ __all__ = [
     "matmul",
     "matmul_reduce_scatter",
     "mla_decode",
+    "moe_mlp",
     "page_attention",
     "ragged_decode_attention",
     "ragged_page_attention",
@@ -1483,6 +1487,22 @@ def matmul_reduce_scatter(
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     strategy: Strategy = "auto",
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Array: ...
+def moe_mlp(
+    x: ArrayLike,
+    weights: ArrayLike,
+    experts: ArrayLike,
+    gate: ArrayLike,
+    up: ArrayLike,
+    down: ArrayLike,
+    *,
+    activation: ExpertActivation = "silu",
+    biases: Sequence[ArrayLike | None] | None = None,
+    capacity: int | None = None,
+    axis_name: AxisName | None = None,
+    strategy: ExpertStrategy = "auto",
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array: ...

@@ -82,8 +82,7 @@ class MatmulBackend[Forward, Backward](Backend[MatmulInputs, Any, Forward, Backw
         """Gradients of lhs and of the weights, of those that are used; of a gated op from both pre-activations."""
         if inputs.is_empty:
             return {name: jnp.zeros_like(inputs.arrays[name]) for name in ("lhs", *inputs.weights)}
-        to_multiply = self.padded(inputs)
-        products, d_products = self.products(to_multiply, params), [cotangents]
+        d_products = [cotangents]
         if inputs.activation is not None:
             again = self.recomputed_by(params)
             if again is not None:
@@ -92,9 +91,17 @@ class MatmulBackend[Forward, Backward](Backend[MatmulInputs, Any, Forward, Backw
             # get NaN, and reach no gradient.
             gate, up = results
             d_products = [*gated_gradients(inputs.activation, gate, up, cotangents, inputs.accumulator)]
+        return self.gradients(inputs, d_products, params)
+
+    def gradients(
+        self, inputs: MatmulInputs, d_products: Sequence[jax.Array], params: Backward
+    ) -> dict[str, jax.Array]:
+        """Gradients of lhs and of the weights, of those that are used, from the cotangents of the products."""
+        to_multiply = self.padded(inputs)
+        products, gradients = self.products(to_multiply, params), {}
         if to_multiply is not inputs:
             d_products = [padded(each, self.multiple, each.ndim - 1) for each in d_products]
-        d_products, gradients = [products.rows(each) for each in d_products], {}
+        d_products = [products.rows(each) for each in d_products]
         if inputs.wants("lhs"):
             gradients["lhs"] = products.d_lhs(d_products)
         for name, d_product in zip(inputs.weights, d_products, strict=True):

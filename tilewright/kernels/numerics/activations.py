@@ -31,8 +31,19 @@ def activation_name(activation: object) -> str:
     return activation
 
 
+SWIGLU_OAI = "swiglu_oai"
+"""The gate of gpt-oss, which is clamped and is no product of an activation of one and the other."""
+
+_OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702
+
+
 def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """``act(gate) * up``."""
+    """``act(gate) * up``, or the gate of gpt-oss."""
+    if activation == SWIGLU_OAI:
+        # By selection: a minimum halves the gradient at the limit, which rounded numbers reach.
+        gate = jnp.where(gate > _OAI_LIMIT, _OAI_LIMIT, gate)
+        up = jnp.where(up > _OAI_LIMIT, _OAI_LIMIT, jnp.where(up < -_OAI_LIMIT, -_OAI_LIMIT, up))
+        return gate * jax.nn.sigmoid(_OAI_ALPHA * gate) * (up + 1)
     return ACTIVATIONS[activation](gate) * up
 
 

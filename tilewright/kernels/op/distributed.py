@@ -18,6 +18,7 @@ from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Choice, Platform
 from tilewright.kernels.op.choosing import ChoosingOp
 from tilewright.kernels.op.inputs import OpInputs, static
+from tilewright.kernels.op.portfolio import Portfolio
 from tilewright.kernels.op.sharding import AxisName, Partitioning, axis_names, vary_over, varying_axes
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.types import Device, Direction
@@ -143,3 +144,17 @@ class DistributedOp[Inputs: DistributedInputs, Results](ChoosingOp[Inputs, Resul
         devices = np.array(jax.local_devices(backend=inv.target.kind)[: inputs.devices])
         # Of several axes a call sees only the product, so all devices are along the first one.
         return jax.sharding.Mesh(devices.reshape(-1, *(1 for _ in names[1:])), names)
+
+
+class TracedOp[Inputs: DistributedInputs, Results](DistributedOp[Inputs, Results], Portfolio[Inputs, Results], abc.ABC):
+    """An op whose plans JAX differentiates: one choice is for both passes, and is measured with both."""
+
+    differentiable: ClassVar[bool] = True
+    measured_with_gradients: ClassVar[bool] = True
+
+    def resolve_config(self, cfg: object, inv: Invocation[Choice, Any]) -> Choice | None:
+        """A plan as it is; any other config is for every call that a device makes, in the plan that the model takes."""
+        if isinstance(cfg, Choice) and self.backends.find(cfg) is not None:
+            return super().resolve_config(cfg, inv)
+        best = self.heuristic_cfg(inv)
+        return dataclasses.replace(best, params=PlanParams(cfg))

@@ -71,6 +71,16 @@ def slope(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
-    """``act(gate) * up``, and its derivatives by gate and by up."""
-    factor = activated(gate, ACTIVATION)
-    return factor * up, slope(gate, ACTIVATION) * up, factor
+    """``act(gate) * up`` or the gate of gpt-oss, and its derivatives by gate and by up."""
+    if ACTIVATION == "swiglu_oai":
+        kept = tl.where(gate > 7.0, 7.0, gate)
+        p, q = logistic(1.702 * kept)
+        factor = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+        hidden = kept * p * factor
+        by_gate = tl.where(gate > 7.0, 0.0, p * (1.0 + 1.702 * kept * q) * factor)
+        by_up = tl.where(tl.abs(up) > 7.0, 0.0, kept * p)
+    else:
+        by_up = activated(gate, ACTIVATION)
+        hidden = by_up * up
+        by_gate = slope(gate, ACTIVATION) * up
+    return hidden, by_gate, by_up

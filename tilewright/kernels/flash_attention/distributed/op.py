@@ -1,9 +1,8 @@
 """The op of attention over a split sequence: its argument list, and what its plans share."""
 
 import abc
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Unpack, cast
+from typing import Any, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,7 @@ from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import on_host
 from tilewright.kernels.op.choice import Choice
-from tilewright.kernels.op.distributed import DistributedOp, PlanParams
+from tilewright.kernels.op.distributed import TracedOp
 from tilewright.kernels.op.portfolio import Portfolio
 from tilewright.kernels.op.public import with_defaults
 from tilewright.kernels.op.sharding import AxisName, axis_of, check_manual, devices_along
@@ -44,15 +43,10 @@ from tilewright.ops.utils.device import current_device
 _PLANS = "tilewright.kernels.flash_attention.distributed.plans"
 
 
-class ContextParallelOp(DistributedOp[ContextInputs, Any], Portfolio[ContextInputs, Any], abc.ABC):
-    """Attention over a sequence whose rows are split; see ``context_parallel_attention`` for the arguments.
-
-    JAX differentiates the plan that is chosen, so one choice is for both passes, and is measured with both.
-    """
+class ContextParallelOp(TracedOp[ContextInputs, Any], abc.ABC):
+    """Attention over a sequence whose rows are split; see ``context_parallel_attention`` for the arguments."""
 
     contents = CONTENTS
-    differentiable: ClassVar[bool] = True
-    measured_with_gradients: ClassVar[bool] = True
 
     def __init__(self) -> None:
         plans = ("RingAttention", "GatheredAttention", "UlyssesAttention")
@@ -116,13 +110,6 @@ class ContextParallelOp(DistributedOp[ContextInputs, Any], Portfolio[ContextInpu
         if strategy in ("auto", "ring"):
             check_manual(AxisType.Auto)
         return inputs
-
-    def resolve_config(self, cfg: object, inv: Invocation[Choice, Any]) -> Choice | None:
-        """A plan as it is; any other config is for every call that a device makes, in the plan that the model takes."""
-        if isinstance(cfg, Choice) and self.backends.find(cfg) is not None:
-            return super().resolve_config(cfg, inv)
-        best = self.heuristic_cfg(inv)
-        return dataclasses.replace(best, params=PlanParams(cfg))
 
     def advice(self, inv: Invocation[Choice, Any], cfg: Choice) -> Sequence[str]:
         """The gain of the zigzag layout under a causal mask."""

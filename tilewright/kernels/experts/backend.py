@@ -1,0 +1,239 @@
+"""The base class of the backends of the layer of experts: its matmuls, and the movement of rows between them."""
+
+import abc
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.kernels.experts.inputs import ExpertsInputs, ExpertsResults
+from tilewright.kernels.experts.params import ExpertsBackwardParams, ExpertsForwardParams
+from tilewright.kernels.matmul.backend import MatmulBackend
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.numerics.activations import gated, kept_apart
+from tilewright.kernels.op.backend import Backend
+from tilewright.kernels.op.footprint import Footprint
+from tilewright.kernels.permutation.movement import Movement
+from tilewright.kernels.permutation.routing import Routing
+from tilewright.ops.types import Device, Direction
+
+type Params = ExpertsForwardParams | ExpertsBackwardParams
+
+SUM_ROWS = 8
+"""Rows of a product whose first ones are sums over rows of an expert; fewer than Hopper's kernels store."""
+
+
+class ExpertsBackend(Backend[ExpertsInputs, ExpertsResults, ExpertsForwardParams, ExpertsBackwardParams], abc.ABC):
+    """A backend that defines only its matmuls, as backends of their own ops, and what moves the rows.
+
+    Attributes:
+      gated, grouped: of ``gated_grouped_matmul`` and of ``grouped_matmul``.
+    """
+
+    forward_params: ClassVar[type] = ExpertsForwardParams
+    backward_params: ClassVar[type] = ExpertsBackwardParams
+    serves: ClassVar[frozenset[str]] = frozenset({"gate_bias", "up_bias", "down_bias", "activation", "capacity"})
+    gated: ClassVar[MatmulBackend[Any, Any]]
+    grouped: ClassVar[MatmulBackend[Any, Any]]
+
+    @abc.abstractmethod
+    def movement(self) -> Movement:
+        """The movement of rows on the current device."""
+
+    def matmuls(
+        self, inputs: ExpertsInputs, direction: Direction
+    ) -> dict[str, tuple[MatmulBackend[Any, Any], MatmulInputs, Direction]]:
+        """The matmuls of a direction with their own directions, by the names of their configs."""
+        each = inputs.abstract_matmuls
+        if direction == "forward":
+            gated = self.gated if inputs.is_fused else self.grouped
+            return {"gated": (gated, each["gated"], "forward"), "down": (self.grouped, each["down"], "forward")}
+        return {
+            "hidden": (self.grouped, each["hidden"], "forward"),
+            "gated": (self.gated, each["d_gated"], "backward"),
+            "down": (self.grouped, each["down"], "backward"),
+        }
+
+    def reasons(self, inputs: ExpertsInputs, device: Device, direction: Direction) -> list[str]:
+        found = [
+            reason
+            for backend, matmul, way in self.matmuls(inputs, direction).values()
+            for reason in backend.not_supported_reasons(matmul, device, way)
+        ]
+        return list(dict.fromkeys(found))
+
+    def candidates(self, inputs: ExpertsInputs, device: Device, direction: Direction) -> Iterable[Params]:
+        listed = {
+            name: list(backend.candidates(matmul, device, way))
+            for name, (backend, matmul, way) in self.matmuls(inputs, direction).items()
+        }
+        make = self.forward_params if direction == "forward" else self.backward_params
+        for i in range(max(map(len, listed.values()))):
+            yield make(**{name: each[i % len(each)] for name, each in listed.items()})
+
+    def _parts(
+        self, inputs: ExpertsInputs, direction: Direction, params: Params
+    ) -> Iterator[tuple[MatmulBackend[Any, Any], MatmulInputs, Direction, Any]]:
+        for name, matmul in self.matmuls(inputs, direction).items():
+            yield *matmul, getattr(params, name)
+
+    def config_reasons(self, inputs: ExpertsInputs, device: Device, direction: Direction, params: Params) -> list[str]:
+        found = []
+        for backend, matmul, way, own in self._parts(inputs, direction, params):
+            wanted = backend.forward_params if way == "forward" else backend.backward_params
+            if not isinstance(own, wanted):
+                found.append(f"its config must be a {wanted.__name__}, got {own}")
+            elif getattr(own, "recompute", None):
+                found.append(f"it keeps both pre-activations, got {own}")
+            else:
+                found += backend.config_reasons(matmul, device, way, own)
+        return found
+
+    def footprints(
+        self, inputs: ExpertsInputs, device: Device, direction: Direction, params: Params
+    ) -> Sequence[Footprint]:
+        parts = self._parts(inputs, direction, params)
+        each = (backend.footprints(matmul, device, way, own) for backend, matmul, way, own in parts)
+        return list(itertools.chain.from_iterable(each))
+
+    def forward(self, inputs: ExpertsInputs, params: ExpertsForwardParams) -> ExpertsResults:
+        shape, inputs = (*inputs.leading, inputs.d), inputs.flat
+        if inputs.is_empty:
+            return _empty_results(inputs, shape)
+        movement = self.movement()
+        routing = movement.route(inputs.experts, inputs.num_experts, inputs.capacity)
+        hidden, gate, up = self._hidden(inputs, movement.gather(inputs.x, routing), routing, params)
+        rows = self.grouped.forward(inputs.down_matmul(hidden, routing.group_sizes), params.down).out
+        out = movement.combine(
+            rows, routing, inputs.weights, inputs.down_bias, _for_bias(inputs), inputs.sum_dtype
+        ).reshape(shape)
+        return ExpertsResults(out, gate, up, routing) if inputs.keeps else ExpertsResults(out)
+
+    def _hidden(
+        self, inputs: ExpertsInputs, rows: jax.Array, routing: Routing, params: ExpertsForwardParams
+    ) -> tuple[Any, Any, Any]:
+        """The hidden rows and both pre-activations, which may be ``None`` if they are not kept."""
+        matmul = inputs.gated_matmul(rows, routing.group_sizes)
+        if inputs.is_fused:
+            found = self.gated.forward(matmul, params.gated)
+            return found.out, found.gate, found.up
+        expert, wide, kept = _experts_of_rows(inputs, routing), inputs.accumulator, []
+        for matrix, bias in ((inputs.gate, inputs.gate_bias), (inputs.up, inputs.up_bias)):
+            product = self.grouped.forward(matmul.replace(rhs=matrix), params.gated).out
+            if bias is not None:
+                product = (product.astype(wide) + bias[expert].astype(wide)).astype(inputs.out_dtype)
+            kept.append(product)
+        gate, up = kept
+        return gated(inputs.activation, gate.astype(wide), up.astype(wide)).astype(inputs.out_dtype), gate, up
+
+    def backward(
+        self, inputs: ExpertsInputs, results: ExpertsResults, cotangents: ExpertsResults, params: ExpertsBackwardParams
+    ) -> dict[str, Any]:
+        """All gradients that are used, from both pre-activations and the routing."""
+        if inputs.is_empty:
+            return {name: jnp.zeros(like.shape, like.dtype) for name, like in inputs.gradients.items()}
+        gradients = _Gradients(self, inputs.flat, results, cotangents.out, params).by_name()
+        return {name: gradients[name].reshape(like.shape).astype(like.dtype) for name, like in inputs.gradients.items()}
+
+
+class _Gradients:
+    """The backward pass of one call with one dimension of tokens."""
+
+    def __init__(
+        self, backend: ExpertsBackend, inputs: ExpertsInputs, results: ExpertsResults, d_out: jax.Array, params: Any
+    ) -> None:
+        self.backend, self.inputs, self.params = backend, inputs, params
+        self.movement = backend.movement()
+        self.gate, self.up, self.routing = results.gate, results.up, results.routing
+        self.d_out = d_out.reshape(inputs.tokens, inputs.d).astype(inputs.out_dtype)
+
+    def by_name(self) -> dict[str, jax.Array]:
+        inputs, routing, movement = self.inputs, self.routing, self.movement
+        sizes = routing.group_sizes
+        d_rows = movement.gather(self.d_out, routing)
+        d_hidden = self.backend.grouped.forward(inputs.hidden_gradient(d_rows, sizes), self.params.hidden).out
+        by_row = jnp.where(routing.source >= 0, inputs.weights.reshape(-1)[jnp.maximum(routing.source, 0)], 0)
+        d_gate, d_up, hidden, dots = movement.gate_gradients(inputs.activation, self.gate, self.up, d_hidden, by_row)
+        found = self._of_rows([d_gate, d_up])
+        if inputs.wants("weights"):
+            found["weights"] = self._of_weights(dots)
+        if inputs.wants("down"):
+            matmul = inputs.down_matmul(hidden, sizes).replace(wanted=frozenset({"rhs"}))
+            found["down"] = self.backend.grouped.gradients(matmul, [d_rows], self.params.down)["rhs"]
+        for name, summed, weights in (
+            ("gate_bias", d_gate, None),
+            ("up_bias", d_up, None),
+            ("down_bias", d_rows, by_row),
+        ):
+            if inputs.arrays[name] is not None and inputs.wants(name):
+                found[name] = self._sums_by_expert(summed, weights)
+        return found
+
+    def _of_rows(self, d_products: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        """The gradients of x and of both matrices of the gate, from those of the pre-activations."""
+        inputs, names = self.inputs, {"x": "lhs", "gate": "rhs", "up": "up"}
+        wanted = frozenset(names[name] for name in names if inputs.wants(name))
+        if not wanted:
+            return {}
+        # Gathered again: without a barrier XLA takes the rows of the forward pass, and keeps them until here.
+        x = kept_apart(inputs.x, self.d_out)
+        rows = self.movement.gather(x, self.routing)
+        matmul = inputs.d_gated_matmul(rows, self.routing.group_sizes).replace(wanted=wanted)
+        of_matmul = self.backend.gated.gradients(matmul, d_products, self.params.gated)
+        found = {name: of_matmul[own] for name, own in names.items() if own in of_matmul}
+        if "x" in found:
+            found["x"] = self.movement.combine(found["x"], self.routing, out_dtype=inputs.x.dtype)
+        return found
+
+    def _of_weights(self, dots: jax.Array) -> jax.Array:
+        """The inner product of a token's cotangent with the result of each of its choices."""
+        inputs, positions = self.inputs, self.routing.positions
+        found = dots[jnp.maximum(positions, 0)]
+        if inputs.down_bias is not None:
+            wide = inputs.accumulator
+            expert = jnp.clip(inputs.experts, 0, inputs.num_experts - 1)
+            biases = (inputs.down_bias[expert[:, j]].astype(wide) for j in range(inputs.k))
+            found += jnp.stack([(self.d_out.astype(wide) * each).sum(1) for each in biases], axis=1)
+        return jnp.where(positions >= 0, found, 0)
+
+    def _sums_by_expert(self, rows: jax.Array, weights: jax.Array | None) -> jax.Array:
+        """Sums of rows over those of each expert, with weights: a matmul of few columns, in float32."""
+        inputs, dtype = self.inputs, rows.dtype
+        if weights is None:
+            columns = [jnp.ones(inputs.choices, dtype)]
+        else:  # in two parts, for a weight is float32
+            first = weights.astype(dtype)
+            columns = [first, (weights - first.astype(weights.dtype)).astype(dtype)]
+        left = jnp.stack(columns + [jnp.zeros(inputs.choices, dtype)] * (SUM_ROWS - len(columns)), axis=1)
+        wide = jax.ShapeDtypeStruct((inputs.num_experts, SUM_ROWS, rows.shape[1]), dtype)
+        matmul = MatmulInputs(
+            left,
+            wide,  # type: ignore[arg-type]
+            out_dtype=inputs.out_dtype,
+            group_sizes=self.routing.group_sizes,
+            wanted=frozenset({"rhs"}),
+        )
+        found = self.backend.grouped.gradients(matmul, [rows], self.params.down)["rhs"]
+        return found[:, : len(columns)].astype(inputs.accumulator).sum(1)
+
+
+def _for_bias(inputs: ExpertsInputs) -> jax.Array | None:
+    return None if inputs.down_bias is None else inputs.experts
+
+
+def _experts_of_rows(inputs: ExpertsInputs, routing: Routing) -> jax.Array:
+    """The expert of each row; any for rows without one."""
+    expert = inputs.experts.reshape(-1)[jnp.maximum(routing.source, 0)]
+    return jnp.clip(expert, 0, inputs.num_experts - 1)
+
+
+def _empty_results(inputs: ExpertsInputs, shape: tuple[int, ...]) -> ExpertsResults:
+    """The results of a call without rows, or with sums over nothing."""
+    out, kept = jnp.zeros(shape, inputs.sum_dtype), jnp.zeros((inputs.choices, inputs.n), inputs.out_dtype)
+    if not inputs.keeps:
+        return ExpertsResults(out)
+    none = jnp.full(inputs.choices, -1, jnp.int32)
+    sizes = jnp.zeros(inputs.num_experts, jnp.int32)
+    return ExpertsResults(out, kept, kept, Routing(none, none.reshape(inputs.tokens, inputs.k), sizes))

@@ -1,0 +1,146 @@
+"""The description of a layer of experts, its results and its parts."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.numerics.activations import SWIGLU_OAI
+from tilewright.kernels.op.arguments import reshape
+from tilewright.kernels.op.inputs import OpInputs, static
+
+
+class ExpertsResults(NamedTuple):
+    """The result, and what the backward pass needs beside the operands; ``None`` where nothing is kept.
+
+    Attributes:
+      out: ``[..., d]``.
+      gate, up: the pre-activations of the rows of all experts, ``[choices, n]``.
+      routing: of the rows.
+    """
+
+    out: Any
+    gate: Any = None
+    up: Any = None
+    routing: Any = None
+
+
+class ExpertsInputs(OpInputs):
+    """A call after ``prepare``; shapes and dtypes hold without further checks, ids of experts may be any numbers.
+
+    Attributes:
+      weights: float32, or float64.
+      out_dtype: the name of the dtype of the result and of the pre-activations.
+      capacity: the most rows of an expert; ``None`` for any number.
+      is_partial: the result is one of several that are added up, and is in the dtype of sums.
+      keeps: False to a forward pass whose pre-activations are not used.
+    """
+
+    x: Float[Array, "*leading d"]
+    weights: Float[Array, "*leading k"]
+    experts: Int32[Array, "*leading k"]
+    gate: Float[Array, "experts d n"]
+    up: Float[Array, "experts d n"]
+    down: Float[Array, "experts n d"]
+    out_dtype: str = static()
+    gate_bias: Float[Array, "experts n"] | None = None
+    up_bias: Float[Array, "experts n"] | None = None
+    down_bias: Float[Array, "experts d"] | None = None
+    activation: str = static(default="silu")
+    capacity: int | None = static(default=None)
+    is_partial: bool = static(default=False, role="stage")
+    keeps: bool = static(default=True, role="stage")
+
+    @functools.cached_property
+    def leading(self) -> tuple[int, ...]:
+        return tuple(self.x.shape[:-1])
+
+    @functools.cached_property
+    def tokens(self) -> int:
+        return math.prod(self.leading)
+
+    @functools.cached_property
+    def k(self) -> int:
+        return self.experts.shape[-1]
+
+    @functools.cached_property
+    def choices(self) -> int:
+        """The number of rows of all experts together."""
+        return self.tokens * self.k
+
+    @functools.cached_property
+    def num_experts(self) -> int:
+        return self.gate.shape[0]
+
+    @functools.cached_property
+    def d(self) -> int:
+        return self.x.shape[-1]
+
+    @functools.cached_property
+    def n(self) -> int:
+        return self.gate.shape[-1]
+
+    @functools.cached_property
+    def is_empty(self) -> bool:
+        """True if a matrix or the rows have no elements."""
+        return 0 in (self.choices, *self.gate.shape)
+
+    @functools.cached_property
+    def is_fused(self) -> bool:
+        """True if the gated matmul is one call: its kernels have no biases, and the activations of ``glu`` alone."""
+        return self.gate_bias is None and self.up_bias is None and self.activation != SWIGLU_OAI
+
+    @functools.cached_property
+    def accumulator(self) -> np.dtype:
+        """The dtype of sums."""
+        return jnp.promote_types(self.out_dtype, jnp.float32)
+
+    @functools.cached_property
+    def sum_dtype(self) -> np.dtype:
+        """The dtype of the result."""
+        return self.accumulator if self.is_partial else jnp.dtype(self.out_dtype)
+
+    @functools.cached_property
+    def flat(self) -> "ExpertsInputs":
+        """The same with one dimension of tokens; also without arrays."""
+        if len(self.leading) == 1:
+            return self
+        shapes = {"x": self.d, "weights": self.k, "experts": self.k}
+        return self.replace(**{name: reshape(self.arrays[name], (self.tokens, size)) for name, size in shapes.items()})
+
+    def gated_matmul(self, rows: Any, group_sizes: Any) -> MatmulInputs:
+        """The gated matmul of the rows of experts; without a gate if it is not one call."""
+        matmul = MatmulInputs(rows, self.gate, out_dtype=self.out_dtype, group_sizes=group_sizes, keeps=self.keeps)
+        return matmul.replace(up=self.up, activation=self.activation) if self.is_fused else matmul
+
+    def d_gated_matmul(self, rows: Any, group_sizes: Any) -> MatmulInputs:
+        """The same for its backward pass, which begins with the cotangents of both pre-activations."""
+        activation = self.activation if self.is_fused else "identity"
+        return self.gated_matmul(rows, group_sizes).replace(up=self.up, activation=activation)
+
+    def down_matmul(self, hidden: Any, group_sizes: Any) -> MatmulInputs:
+        return MatmulInputs(hidden, self.down, out_dtype=self.out_dtype, group_sizes=group_sizes)
+
+    def hidden_gradient(self, d_out: Any, group_sizes: Any) -> MatmulInputs:
+        """The matmul of the rows' cotangents with the transposed matrices of the second half."""
+        return self.down_matmul(d_out, group_sizes).replace(transpose_rhs=True)
+
+    @functools.cached_property
+    def abstract_matmuls(self) -> dict[str, MatmulInputs]:
+        """The matmuls of both passes with shapes and dtypes in place of arrays."""
+        inputs: ExpertsInputs = self.structs
+        rows = jax.ShapeDtypeStruct((self.choices, self.d), self.x.dtype)
+        hidden = jax.ShapeDtypeStruct((self.choices, self.n), self.out_dtype)
+        d_out = jax.ShapeDtypeStruct((self.choices, self.d), self.out_dtype)
+        sizes = jax.ShapeDtypeStruct((self.num_experts,), jnp.int32)
+        return {
+            "gated": inputs.gated_matmul(rows, sizes),
+            "d_gated": inputs.d_gated_matmul(rows, sizes),
+            "down": inputs.down_matmul(hidden, sizes),
+            "hidden": inputs.hidden_gradient(d_out, sizes),
+        }
