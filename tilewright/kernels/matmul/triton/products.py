@@ -11,6 +11,7 @@ from tilewright.kernels.matmul.backend import Products
 from tilewright.kernels.matmul.groups import matrix_bounds, row_segments, row_tiles
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.triton import launch
+from tilewright.kernels.triton.batching import over_batch
 from tilewright.kernels.triton.matmul import TritonTile, fitted, tl_precision
 
 GROUP = 8
@@ -195,34 +196,3 @@ def _launch_outer_products(
         num_stages=tile.num_stages,
     )
     return out
-
-
-def over_batch(run: Callable[[Any, Any], Any], mapped: Sequence[jax.Array], matrices: Any) -> Any:
-    """Returns ``run(mapped, matrices)``, whose arrays have a batch as their first axis; ``vmap`` multiplies it.
-
-    Matrices that are the same for the whole batch have a first axis of 1; of several, all have it or none.
-    """
-
-    @jax.custom_batching.custom_vmap
-    def call(mapped: Any, matrices: Any) -> Any:
-        return run(mapped, matrices)
-
-    @call.def_vmap
-    def _(size: int, batched: Any, mapped: Any, matrices: Any) -> tuple[Any, Any]:
-        batch = mapped[0].shape[1 if batched[0][0] else 0]
-
-        def merged(array: jax.Array, is_batched: bool) -> jax.Array:
-            array = array if is_batched else array[None]
-            return jnp.broadcast_to(array, (size, batch, *array.shape[2:])).reshape(size * batch, *array.shape[2:])
-
-        together = [merged(*each) for each in zip(mapped, batched[0], strict=True)]
-        # Matrices that no vmap maps keep their axis of 1: they are read from one copy instead of being repeated.
-        flags = jax.tree.leaves(batched[1])
-        shared = not any(flags) and all(x.shape[0] == 1 for x in jax.tree.leaves(matrices))
-        if not shared:
-            matrices = jax.tree.map(merged, matrices, batched[1])
-        out = over_batch(run, together, matrices)
-        out = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), out)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return call(list(mapped), matrices)

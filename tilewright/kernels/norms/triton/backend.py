@@ -1,7 +1,7 @@
 """The Triton backend of the norms, on NVIDIA GPUs: one pass over memory forward, one backward."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -23,6 +23,7 @@ from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint, launch_reasons
 from tilewright.kernels.triton import launch, unavailable
+from tilewright.kernels.triton.batching import over_batch
 from tilewright.kernels.triton.limits import power_of_two
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
@@ -81,7 +82,7 @@ class TritonNorm(Backend[NormInputs, NormResults, NormForwardParams, NormBackwar
         by_row = [None if x is None else x.reshape(1, inputs.rows, columns) for x in (inputs.x, inputs.residual)]
         shared = [None if x is None else x[None] for x in (inputs.weight, inputs.bias)]
         call = functools.partial(_forward, options=inputs.options, params=params)
-        out, total = _over_groups(call, by_row, shared)
+        out, total = over_batch(call, by_row, shared)
         return NormResults(out.reshape(shape), None if total is None else total.reshape(shape))
 
     def backward(
@@ -93,7 +94,7 @@ class TritonNorm(Backend[NormInputs, NormResults, NormForwardParams, NormBackwar
         by_row = [None if x is None else x.reshape(1, inputs.rows, columns) for x in arrays]
         shared = [None if x is None else x[None] for x in (inputs.weight, inputs.bias)]
         call = functools.partial(_backward, options=inputs.options, params=params)
-        d_x, d_weight, d_bias = _over_groups(call, by_row, shared)
+        d_x, d_weight, d_bias = over_batch(call, by_row, shared)
         gradients = {"x": d_x.reshape(shape)}
         if inputs.residual is not None:
             gradients["residual"] = gradients["x"]
@@ -102,36 +103,6 @@ class TritonNorm(Backend[NormInputs, NormResults, NormForwardParams, NormBackwar
         if inputs.bias is not None:
             gradients["bias"] = d_bias[0]
         return gradients
-
-
-def _over_groups(run: Callable[[Any, Any], Any], by_row: Any, shared: Any) -> Any:
-    """Returns ``run(by_row, shared)``, all of whose arrays have groups as their first axis; ``vmap`` multiplies groups.
-
-    Arrays in ``shared`` have one group for all rows, or as many groups as ``by_row``.
-    """
-
-    @jax.custom_batching.custom_vmap
-    def call(by_row: object, shared: object) -> Any:
-        return run(by_row, shared)
-
-    @call.def_vmap
-    def _(size: int, batched: Any, by_row: Any, shared: Any) -> Any:
-        groups = by_row[0].shape[1 if batched[0][0] else 0]
-
-        def merged(array: jax.Array, is_batched: bool) -> Any:
-            array = array if is_batched else array[None]
-            return jnp.broadcast_to(array, (size, groups, *array.shape[2:])).reshape(size * groups, *array.shape[2:])
-
-        by_row = jax.tree.map(merged, by_row, batched[0])
-        # All or none: kernels have one stride between groups for both vectors. Not mapped, they stay one group for all
-        # rows.
-        if any(jax.tree.leaves(batched[1])) or any(x.shape[0] > 1 for x in jax.tree.leaves(shared)):
-            shared = jax.tree.map(merged, shared, batched[1])
-        results = _over_groups(run, by_row, shared)
-        results = jax.tree.map(lambda x: x.reshape(size, groups, *x.shape[1:]), results)
-        return results, jax.tree.map(lambda _: True, results)
-
-    return call(by_row, shared)
 
 
 def _packed(x: jax.Array, params: Params, direction: Direction) -> bool:
