@@ -34,6 +34,9 @@ from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPa
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase, MlaDecode
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.triton.backend import TritonPagedAttention
+from tilewright.kernels.router.cases import RouterCase
+from tilewright.kernels.router.op import TopKRouter
+from tilewright.kernels.router.triton.backend import TritonRouter
 from tilewright.ops.types import Direction
 
 # Attention on Hopper GPUs.
@@ -333,6 +336,18 @@ def named(*cases: Case) -> dict[str, Case]:
     return {case.name: case for case in cases}
 
 
+# The router in Triton.
+
+ROUTERS = TopKRouter.cases.by_device["gpu"] | variants(
+    RouterCase("", tokens=300, k=32, scoring="sigmoid"),
+    {
+        "most experts": {"experts": 1024},
+        "odd groups": {"experts": 1023, "bias": True, "num_groups": 11, "top_groups": 4},
+        "groups that are wider in registers": {"experts": 1023, "num_groups": 33, "top_groups": 4},
+    },
+)
+
+
 EVERY_CARD = tuple(CARDS)
 EVERY = (
     Shipped(
@@ -472,6 +487,7 @@ EVERY = (
         directions=("forward",),
         spills=packed_spills,
     ),
+    Shipped("top_k_router", TritonRouter(), ROUTERS, EVERY_CARD, tuned=("qwen3", "odd groups")),
     *(
         Shipped(
             op,

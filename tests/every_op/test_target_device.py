@@ -21,7 +21,6 @@ from tilewright.kernels.cuda.kernel import recording_groups
 from tilewright.kernels.op.choice import DECLARED, Choice
 from tilewright.modules import rms_norm
 from tilewright.ops import default_executor, find_labels_in_lowered
-from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.lowering.labels import is_call_label, parse_label
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.target import traced_as
@@ -130,9 +129,9 @@ def test_the_capability_page_names_the_backends_that_come_first_on_an_h100() -> 
     assert {"flash_attention", "grouped_matmul", "linear_cross_entropy", "matmul", "rms_norm"} <= by_op.keys()
     for op, backend in by_op.items():
         cases = kernel(op).cases
-        arrays, options = cases.options.get("bfloat16", cases.small).arguments()
+        arrays, options = cases.options.get("bfloat16", cases.small).abstract_arguments()
         with tilewright.target_device("NVIDIA H100 80GB HBM3"):
-            chosen = default_executor().explain(kernel(op), *map(struct_like, arrays), quiet=True, **options)
+            chosen = default_executor().explain(kernel(op), *arrays, quiet=True, **options)
         assert {each.config.backend for each in chosen.choices} == {backend}, op
 
 

@@ -1,1 +1,1 @@
-"""The router of a mixture of experts: its choice, its weights and losses, and one backend."""
+"""The router of a mixture of experts: its choice, its weights and losses, and its backends."""

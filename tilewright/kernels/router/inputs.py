@@ -1,6 +1,7 @@
 """The inputs of the router, and its formula."""
 
 import functools
+import math
 from typing import Literal
 
 import jax
@@ -34,6 +35,11 @@ class RouterInputs(OpInputs):
     def compute_dtype(self) -> np.dtype:
         """The dtype of scores and weights."""
         return jnp.promote_types(self.logits.dtype, jnp.float32)
+
+    @functools.cached_property
+    def tokens(self) -> int:
+        """Number of all tokens."""
+        return math.prod(self.logits.shape[:-1])
 
     @functools.cached_property
     def is_limited(self) -> bool:

@@ -38,7 +38,8 @@ class TopKRouter(PortfolioKernel[RouterInputs, tuple[Any, Any]]):
     core_dims: ClassVar[Mapping[str, int]] = MappingProxyType({"logits": 1})
 
     def __init__(self) -> None:
-        super().__init__("top_k_router", version="1", backends=["tilewright.kernels.router.xla:XlaRouter"])
+        backends = ("tilewright.kernels.router.triton.backend:TritonRouter", "tilewright.kernels.router.xla:XlaRouter")
+        super().__init__("top_k_router", version="1", backends=backends)
 
     def prepare(
         self,
