@@ -14,7 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.modules import flash_attention, glu, layer_norm, linear_cross_entropy, rms_norm, rope
+from tilewright.modules import (
+    flash_attention,
+    gated_grouped_matmul,
+    glu,
+    grouped_matmul,
+    layer_norm,
+    linear_cross_entropy,
+    rms_norm,
+    rope,
+    top_k_router,
+)
 
 type Arrays = dict[str, Any]
 
@@ -33,6 +43,8 @@ class Ops:
       layer: the same with a shift in place of the offset.
       rope: the rotary embedding of ``[batch, length, heads, head_dim]``, whose positions count from 0.
       mlp: both matmuls of a gated MLP and its activation, of rows and matrices.
+      experts: a mixture of gated MLPs with SiLU, of rows ``[tokens, d]``, the router's logits ``[tokens, experts]`` in
+        float32, gate and up ``[experts, d, ff]``, down ``[experts, ff, d]``, and the experts of a token.
       loss: the mean cross-entropy of rows, a head ``[d, vocab]``, or ``[vocab, d]``, and labels, with ``cap``.
     """
 
@@ -41,6 +53,7 @@ class Ops:
     layer: Callable[..., tuple[jax.Array, jax.Array]]
     rope: Callable[[jax.Array], jax.Array]
     mlp: Callable[..., jax.Array]
+    experts: Callable[..., jax.Array]
     loss: Callable[..., jax.Array]
 
 
@@ -135,17 +148,70 @@ def our_loss(x: jax.Array, head: jax.Array, labels: jax.Array, *, vocab_first: b
     return linear_cross_entropy(x, head, labels, vocab_first=vocab_first, logits_soft_cap=cap)
 
 
-PLAIN = Ops(plain_attention, plain_rms, plain_layer, plain_rope, plain_mlp, plain_loss)
-OURS = Ops(
-    our_attention,
-    our_rms,
-    our_layer,
-    our_rope,
-    lambda x, gate, up, activation: glu(x, gate, up, activation="silu" if activation == "silu" else "gelu_tanh"),
-    our_loss,
+def plain_experts(
+    x: jax.Array, logits: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, k: int
+) -> jax.Array:
+    """By ``jax.lax.ragged_dot`` over sorted rows, with the derivative of each line by JAX."""
+    weights, experts = lax.top_k(jax.nn.softmax(logits), k)
+    weights = weights / weights.sum(-1, keepdims=True)
+    order = jnp.argsort(experts.ravel())
+    sizes = jnp.bincount(experts.ravel(), length=logits.shape[-1])
+    rows = x[order // k]
+    hidden = jax.nn.silu(lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(rows, up, sizes)
+    out = lax.ragged_dot(hidden, down, sizes)[jnp.argsort(order)].reshape(*experts.shape, -1)
+    return (weights[..., None] * out).sum(1).astype(x.dtype)
+
+
+@jax.custom_vjp
+def reordered(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    return rows[order]
+
+
+reordered.defvjp(
+    lambda rows, order, inverse: (rows[order], inverse),
+    lambda inverse, gradient: (gradient[inverse], None, None),
 )
-SWAPS = {"attention": ("attention",), "norms": ("rms", "layer"), "rope": ("rope",), "mlp": ("mlp",), "loss": ("loss",)}
-"""The fields that a swap takes from this package."""
+
+
+def experts_of_today(
+    x: jax.Array, logits: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, k: int
+) -> jax.Array:
+    """The layer of docs/matmul.md, against which one op for all of it is measured."""
+    weights, chosen = top_k_router(logits, k)
+    order = jnp.argsort(chosen.ravel(), stable=True)
+    inverse = jnp.argsort(order)
+    sizes = jnp.diff(jnp.searchsorted(chosen.ravel()[order], jnp.arange(logits.shape[1] + 1)))
+    copies = jnp.repeat(x.astype(jnp.float32), k, axis=0).astype(x.dtype)
+    hidden = gated_grouped_matmul(reordered(copies, order, inverse), gate, up, sizes)
+    out = reordered(grouped_matmul(hidden, down, sizes), inverse, order).reshape(*chosen.shape, -1)
+    return (weights[..., None] * out).sum(1).astype(x.dtype)
+
+
+def our_experts(x: jax.Array, logits: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, k: int) -> jax.Array:
+    from tilewright.modules import moe_mlp  # type: ignore[attr-defined]
+
+    weights, chosen = top_k_router(logits, k)
+    found: jax.Array = moe_mlp(x, weights, chosen, gate, up, down)
+    return found
+
+
+def our_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
+    return glu(x, gate, up, activation="silu" if activation == "silu" else "gelu_tanh")
+
+
+PLAIN = Ops(plain_attention, plain_rms, plain_layer, plain_rope, plain_mlp, plain_experts, plain_loss)
+OURS = Ops(our_attention, our_rms, our_layer, our_rope, our_mlp, our_experts, our_loss)
+TODAY = dataclasses.replace(OURS, experts=experts_of_today)
+SWAPS: dict[str, tuple[Ops, tuple[str, ...]]] = {
+    "attention": (OURS, ("attention",)),
+    "norms": (OURS, ("rms", "layer")),
+    "rope": (OURS, ("rope",)),
+    "mlp": (OURS, ("mlp",)),
+    "experts_today": (TODAY, ("experts",)),
+    "experts": (OURS, ("experts",)),
+    "loss": (OURS, ("loss",)),
+}
+"""The ops of this package that a swap takes some from, and the fields that it takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +224,8 @@ class Stack:
       crosses: layers attend to another stack's output, too.
       norms_after: each half of a layer ends with a norm, too (Gemma 2).
       policy: of ``jax.checkpoint``, which layers are under unless it is "off"; ``None`` keeps nothing.
+      experts: of a layer, each a gated MLP with SiLU; ``None`` is one MLP for all tokens.
+      top: the experts of a token.
     """
 
     layers: int
@@ -175,6 +243,8 @@ class Stack:
     crosses: bool = False
     norms_after: bool = False
     policy: Any = "off"
+    experts: int | None = None
+    top: int = 1
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         d, q, kv = self.d, self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -182,14 +252,18 @@ class Stack:
         found: dict[str, tuple[int, ...]] = {}
         for name in attentions:
             found |= {f"{name}_q": (d, q), f"{name}_k": (d, kv), f"{name}_v": (d, kv), f"{name}_o": (q, d)}
-        found |= {"up": (d, self.ff), "down": (self.ff, d)} | ({} if self.gate is None else {"gate": (d, self.ff)})
+        each = () if self.experts is None else (self.experts,)
+        found |= {"up": (*each, d, self.ff), "down": (*each, self.ff, d)}
+        found |= {} if self.gate is None else {"gate": (*each, d, self.ff)}
+        found |= {"router": (d, *each)} if each else {}
         halves = (*attentions, "mlp")
         norms = (*halves, *(f"{each}_after" for each in halves)) if self.norms_after else halves
         return found | {f"{each}_norm": (d,) for each in norms} | {"up_bias": (self.ff,), "down_bias": (d,)}
 
     def flops(self, rows: int, length: int, keys: int | None = None) -> float:
         """FLOPs of the forward pass's matmuls."""
-        matrices = sum(math.prod(shape) for shape in self.shapes().values() if len(shape) == 2)
+        share = {1: 0.0, 2: 1.0, 3: self.top / (self.experts or 1)}
+        matrices = sum(math.prod(shape) * share[len(shape)] for shape in self.shapes().values())
         total = 2.0 * rows * matrices * self.layers
         for i in range(self.layers):
             window = self.windows[i % len(self.windows)]
@@ -237,6 +311,11 @@ class Stack:
             found = attended("cross", y, memory, causal=False)
         y, x = norm("mlp", found, x)
         up, down = w["up"].astype(COMPUTE), w["down"].astype(COMPUTE)
+        if self.experts is not None:
+            rows = y.reshape(-1, self.d)
+            logits = jnp.matmul(rows, w["router"].astype(COMPUTE), preferred_element_type=jnp.float32)
+            out = ops.experts(rows, logits, w["gate"].astype(COMPUTE), up, down, self.top)
+            return x + after("mlp", out.reshape(x.shape))
         if self.gate is not None:
             return x + after("mlp", ops.mlp(y, w["gate"].astype(COMPUTE), up, self.gate) @ down)
         hidden = jax.nn.gelu(y @ up + w["up_bias"].astype(COMPUTE))
@@ -371,5 +450,16 @@ MODELS = {
         "Whisper small", 16, 448, 51865, Stack(12, 768, 12, 12, 64, 3072, crosses=True),
         encoder=(Stack(12, 768, 12, 12, 64, 3072, causal=False), 1500), held_back=True,
     ),
+    "moe_small_experts": Model(
+        "64 experts of 768 with 8 of each token, as Qwen3-MoE has them, 8 layers", 2, 8192, 32768,
+        Stack(8, 2048, 16, 8, 128, 768, "silu", "rms", rope=True, experts=64, top=8,
+              policy=POLICIES.dots_with_no_batch_dims_saveable),
+    ),
+    "moe_large_experts": Model(
+        "Mixtral 8x7B, 2 of its 32 layers", 2, 4096, 32000,
+        Stack(2, 4096, 32, 8, 128, 14336, "silu", "rms", rope=True, experts=8, top=2,
+              policy=POLICIES.dots_with_no_batch_dims_saveable),
+        tied=False,
+    ),
 }  # fmt: skip
-"""Three that are looked at while work goes on, and two held back."""
+"""Those that are looked at while work goes on, of which two are mixtures of experts, and two held back."""

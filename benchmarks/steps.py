@@ -2,8 +2,10 @@
 
 Float32 parameters, bfloat16 matmuls, AdamW; cuDNN's attention in the plain form where it serves; the rematerialisation
 of the model's users. Nothing is tuned. Of each form: milliseconds of a step, in turns with the others; share of the
-peak; bytes that the program allocates; seconds to trace and lower, and to compile; and losses of three steps. The last
-form keeps attention's results in addition to what its policy keeps.
+peak; bytes that the program allocates; seconds to trace and lower, and to compile; and losses of three steps, or the
+error of one that does not compile or run, as for want of memory. ``experts_today`` is a mixture of experts by sorts and
+matmuls of groups, and ``all_today`` takes all ops with it. The last form keeps attention's results in addition to what
+its policy keeps.
 
 ``python -m benchmarks.steps llama_1b gpt2 --forms plain all``; ``--profile plain all`` prints the device's kernels, and
 ``--starts`` measures in processes of their own how long a form takes to its first step, from nothing and once more.
@@ -26,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import interleaved, queued, record
-from benchmarks.step_models import MODELS, OURS, PLAIN, SWAPS, Arrays, Model, Ops
+from benchmarks.step_models import MODELS, OURS, PLAIN, SWAPS, TODAY, Arrays, Model, Ops
 from tilewright.kernels.op.roofline import peaks_of
 from tilewright.ops.tuning.timing import gpu_kernels, traced
 from tilewright.ops.utils.device import current_device
@@ -35,16 +37,22 @@ RATE, BETAS, DECAY = 1e-4, (0.9, 0.95), 0.1
 STEPS = 3
 """Steps of a sample, of a trace, and of the losses that are compared."""
 KEPT = "all, attention kept"
-FORMS = ("plain", *SWAPS, "all", KEPT)
+WHOLE = {"plain": PLAIN, "all_today": TODAY, "all": OURS, KEPT: OURS}
+FORMS = ("plain", *SWAPS, "all_today", "all", KEPT)
 
 
 def ops_of(form: str) -> Ops:
     """Plain ops, with those of a form taken from this package."""
-    if form == "plain":
-        return PLAIN
-    if form not in SWAPS:
-        return OURS
-    return dataclasses.replace(PLAIN, **{field: getattr(OURS, field) for field in SWAPS[form]})
+    if form in WHOLE:
+        return WHOLE[form]
+    ours, fields = SWAPS[form]
+    return dataclasses.replace(PLAIN, **{field: getattr(ours, field) for field in fields})
+
+
+def forms_of(model: Model) -> list[str]:
+    """The forms that are different programs of a model."""
+    same = {"mlp"} if model.stack.experts else {"experts", "experts_today", "all_today"}
+    return [form for form in FORMS if form not in same]
 
 
 def step_of(model: Model, ops: Ops) -> Callable[..., Any]:
@@ -82,14 +90,14 @@ def measured(model: Model, forms: Sequence[str], rounds: int, profiled: Sequence
     found: dict[str, Any] = {}
     programs: dict[str, Any] = {}
     for form in forms:
-        compiled, times = compiled_step(model, form)
-        memory: Any = compiled.memory_analysis()
-        found[form] = {
-            **times,
-            "temporary_bytes": memory.temp_size_in_bytes,
-            "argument_bytes": memory.argument_size_in_bytes,
-        }
+        found[form] = {}
         try:
+            compiled, times = compiled_step(model, form)
+            memory: Any = compiled.memory_analysis()
+            found[form] |= times | {
+                "temporary_bytes": memory.temp_size_in_bytes,
+                "argument_bytes": memory.argument_size_in_bytes,
+            }
             found[form]["losses"] = losses(model, compiled, inputs)
         except jax.errors.JaxRuntimeError as error:
             found[form]["error"] = str(error).splitlines()[0]
@@ -194,7 +202,7 @@ def table(name: str, found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("models", nargs="*", default=[name for name, each in MODELS.items() if not each.held_back])
-    parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, help="by default all that differ for a model")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--profile", nargs="*", default=(), choices=FORMS)
     parser.add_argument("--starts", action="store_true")
@@ -202,12 +210,13 @@ def main() -> None:
     arguments = parser.parse_args()
     data: dict[str, Any] = {}
     for name in arguments.models:
+        forms = arguments.forms or forms_of(MODELS[name])
         if arguments.starts:
-            data[name] = {form: starts(name, form) for form in arguments.forms}
+            data[name] = {form: starts(name, form) for form in forms}
             print(name, json.dumps(data[name], indent=1), flush=True)
             record(arguments.name, {"models": data})
             continue
-        data[name] = measured(MODELS[name], arguments.forms, arguments.rounds, arguments.profile)
+        data[name] = measured(MODELS[name], forms, arguments.rounds, arguments.profile)
         print(table(name, data[name]), flush=True)
         record(arguments.name, {"models": data})
 
