@@ -21,6 +21,7 @@ from tilewright.modules import (
     grouped_matmul,
     layer_norm,
     linear_cross_entropy,
+    moe_mlp,
     rms_norm,
     rope,
     top_k_router,
@@ -188,8 +189,6 @@ def experts_of_today(
 
 
 def our_experts(x: jax.Array, logits: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, k: int) -> jax.Array:
-    from tilewright.modules import moe_mlp  # type: ignore[attr-defined]
-
     weights, chosen = top_k_router(logits, k)
     found: jax.Array = moe_mlp(x, weights, chosen, gate, up, down)
     return found

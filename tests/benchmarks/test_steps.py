@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks import steps
 from benchmarks.step_models import MODELS, Model
-from tilewright import modules
 
 
 def small(model: Model) -> Model:
@@ -27,11 +26,8 @@ def small(model: Model) -> Model:
 
 
 def _forms(name):
-    """Every form of two models, of the others those that differ most; without what needs an op that is not there."""
-    forms = steps.forms_of(MODELS[name]) if name in ("llama_1b", "moe_small_experts") else ["plain", "all"]
-    if MODELS[name].stack.experts and "moe_mlp" not in modules.__all__:
-        forms = [form for form in forms if form not in ("experts", "all", steps.KEPT)]
-    return forms
+    """Every form of two models, of the others those that differ most."""
+    return steps.forms_of(MODELS[name]) if name in ("llama_1b", "moe_small_experts") else ["plain", "all"]
 
 
 @pytest.mark.parametrize("name", MODELS)
