@@ -21,6 +21,7 @@ import tilewright
 from tests.every_op.matrix import OpCall, without_builds
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import OPS, kernel
+from tilewright.kernels.numerics.activations import ACTIVATIONS, SWIGLU_OAI
 from tilewright.kernels.op.cases import Case
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.ops import Invocation
@@ -51,6 +52,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "AttentionCase.softmax_scale": (None, 0.25, 1.0, -1.0),
     "Case.dtype": DTYPES,
     "DenseCase.leading": ((), (1,), (2,), (3, 2), (0,)),
+    "ExpertsCase.activation": (*ACTIVATIONS, SWIGLU_OAI),
+    "ExpertsCase.capacity": (None, 1, 7, 100),
+    "ExpertsCase.k": (1, 2, 3, 8),
+    "ExpertsCase.num_experts": (1, 8, 12, 64),
     "GroupedCase.group_offset": (None, 0, 1, 2),
     "GroupedCase.groups": (0, *FEW),
     "GroupedCase.matrices": (None, *FEW),

@@ -28,6 +28,7 @@ SCALARS: dict[str, Any] = {
     "kv_lora_rank": 512,
     "label_smoothing": 0.1,
     "fraction": 0.5,
+    "capacity": 1,
     "num_groups": 2,
     "top_groups": 1,
     "transpose_lhs": False,
@@ -169,7 +170,7 @@ def test_a_program_is_exported(op):
     equal(export.deserialize(blob).call(*arrays), jax.jit(function)(*arrays))
 
 
-SPLIT_BY_ROWS = ("matmul", "glu", "gated_grouped_matmul")
+SPLIT_BY_ROWS = ("matmul", "glu", "gated_grouped_matmul", "moe_mlp")
 """Ops with a partitioning of their own whose first operand is split by its rows here."""
 
 

@@ -41,10 +41,11 @@ class ExpertsCase(Case):
         return (x, *self.routing(random), *matrices), options
 
     def routing(self, random: np.random.Generator) -> tuple[jax.Array, jax.Array]:
-        """Weights and experts: k different ones of each token, by their shares."""
+        """Weights and experts: k of each token by their shares, different ones as long as there are."""
         shares = -self.zipf * np.log1p(np.arange(self.num_experts))
         scores = random.gumbel(size=(self.tokens, self.num_experts)) + shares
-        experts = np.argsort(-scores, axis=-1)[:, : self.k].astype(np.int32)
+        order = np.argsort(-scores, axis=-1).astype(np.int32)
+        experts = np.tile(order, (1, -(-self.k // self.num_experts)))[:, : self.k]
         weights = jax.nn.softmax(normal(random, (self.tokens, self.k), "float32"))
         return weights, jnp.asarray(experts)
 
@@ -76,7 +77,7 @@ CASES = OpCases(
         ExpertsCase("", dtype="bfloat16", tokens=64),
         {"float32": {"dtype": "float32"}, "bfloat16": {}, "float16": {"dtype": "float16"}}
         | {f"`{name}`": {"activation": name} for name in (*ACTIVATIONS, SWIGLU_OAI)}
-        | {"`biases`": {"biases": True}, "`capacity`": {"capacity": 8}},
+        | {"`biases`": {"biases": True}, "`capacity`": {"capacity": 2}},
     ),
     brief={"tokens": 16, "d": 128, "n": 128},
 )

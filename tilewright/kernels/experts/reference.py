@@ -11,10 +11,18 @@ from tilewright.kernels.numerics.activations import gated
 
 
 def experts_reference(inputs: ExpertsInputs) -> jax.Array:
-    """The result by definition; differentiable. Memory of one expert for all tokens."""
-    flat, wide = inputs.flat, inputs.accumulator
+    """The result by definition, rows rounded to the dtype of the operands; differentiable.
+
+    It needs memory of one expert for all tokens.
+    """
+    flat = inputs.flat
+    dtype = jnp.result_type(flat.x, flat.gate, flat.up, flat.down)
+    wide = jnp.promote_types(dtype, jnp.float32)
     x, weights = flat.x.astype(wide), flat.weights.astype(wide)
     arrays = [flat.gate, flat.up, flat.down, flat.gate_bias, flat.up_bias, flat.down_bias]
+
+    def rounded(x: jax.Array) -> jax.Array:
+        return x.astype(dtype).astype(wide)
 
     def add(out: jax.Array, each: Any) -> tuple[jax.Array, None]:
         expert, matrices = each
@@ -23,19 +31,19 @@ def experts_reference(inputs: ExpertsInputs) -> jax.Array:
 
         def product(rows: jax.Array, matrix: jax.Array, bias: Any) -> jax.Array:
             found = jnp.matmul(rows, matrix)
-            return found if bias is None else found + bias
+            return rounded(found if bias is None else found + bias)
 
         is_kept = _kept(flat.experts, expert, inputs.capacity)
         weight = jnp.where(is_kept, weights, 0).sum(-1, keepdims=True)
         # Selected on both sides: a token of others, and its cotangent, may be NaN.
         own = is_kept.any(-1, keepdims=True)
         rows = jnp.where(own, x, 0)
-        hidden = gated(inputs.activation, product(rows, gate, gate_bias), product(rows, up, up_bias))
+        hidden = rounded(gated(inputs.activation, product(rows, gate, gate_bias), product(rows, up, up_bias)))
         return out + jnp.where(own, weight * product(hidden, down, down_bias), 0), None
 
     count = jnp.arange(inputs.num_experts)
     out, _ = lax.scan(add, x * 0, (count, arrays))
-    return out.astype(inputs.out_dtype).reshape(*inputs.leading, inputs.d)
+    return out.astype(dtype).reshape(*inputs.leading, inputs.d)
 
 
 def _kept(experts: jax.Array, expert: jax.Array, capacity: int | None) -> jax.Array:

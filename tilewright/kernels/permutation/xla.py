@@ -128,7 +128,8 @@ def _sorted(ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
 
 def _ends(sorted_ids: jax.Array, num_experts: int) -> jax.Array:
     """For each expert the number of choices of it and of those before it."""
-    # A search is 20 gathers of as many elements as there are experts, in one kernel; it needs to know the size.
-    method = "compare_all" if is_symbolic(sorted_ids.shape[0]) else "scan_unrolled"
     ids = jnp.arange(num_experts, dtype=sorted_ids.dtype)
-    return jnp.searchsorted(sorted_ids, ids, side="right", method=method).astype(jnp.int32)
+    if is_symbolic(sorted_ids.shape[0]):
+        return (sorted_ids[:, None] <= ids).sum(0, dtype=jnp.int32)
+    # A search is 20 gathers of as many elements as there are experts, in one kernel; it needs to know the size.
+    return jnp.searchsorted(sorted_ids, ids, side="right", method="scan_unrolled").astype(jnp.int32)
