@@ -107,11 +107,14 @@ def test_a_policy_by_name_saves_the_forward_pass(op):
     assert repeated == 0 if takes_operands_alone(call) else repeated > 0
 
 
-def symbolic(small: list[Any], large: list[Any]) -> list[Any]:
+def symbolic(op: str, small: list[Any], large: list[Any]) -> list[Any]:
     """Arrays whose sizes that differ between two calls are symbols; a size that is one more than another says so."""
     names: dict[tuple[int, int], str] = {}
     scope = export.SymbolicScope()
     shapes = []
+    if op == "unpermute":  # its rows are two for each token
+        tokens = small[1].shape[0], large[1].shape[0]
+        names = {tokens: "n", (2 * tokens[0], 2 * tokens[1]): "2*n"}
     for a, b in zip(small, large, strict=True):
         sizes = []
         for pair in zip(a.shape, b.shape, strict=True):
@@ -131,7 +134,7 @@ def test_an_exported_program_serves_other_sizes(op):
     small, large = call_of(op), large_call_of(op)
     function, arrays = small.training()
     other, others = large.training()
-    shapes = symbolic(sorted_by_sequences(arrays), sorted_by_sequences(others))
+    shapes = symbolic(op, sorted_by_sequences(arrays), sorted_by_sequences(others))
     order = places(arrays)
     exported = export.export(jax.jit(lambda *xs: function(*[xs[i] for i in order])))(*shapes)
     for run, given in ((function, arrays), (other, others)):
@@ -156,7 +159,7 @@ def test_other_platforms_say_why_they_take_no_symbolic_dimensions(op, without_bu
     small = call_of(op, "bfloat16")
     function, arrays = small.on_arrays(platform=("pallas", "triton", "cuda"))
     _, others = large_call_of(op).on_arrays()
-    shapes, order = symbolic(sorted_by_sequences(arrays), sorted_by_sequences(others)), places(arrays)
+    shapes, order = symbolic(op, sorted_by_sequences(arrays), sorted_by_sequences(others)), places(arrays)
     with tilewright.target_device("NVIDIA H100 80GB HBM3"), pytest.raises(UnsupportedError) as refused:
         export.export(jax.jit(lambda *xs: function(*[xs[i] for i in order])), platforms=["cuda"])(*shapes)
     assert small.platforms == {"xla"} or "symbolic dimensions of jax.export" in str(refused.value)
@@ -172,6 +175,9 @@ def test_a_program_is_exported(op):
 
 SPLIT_BY_ROWS = ("matmul", "glu", "gated_grouped_matmul", "moe_mlp")
 """Ops with a partitioning of their own whose first operand is split by its rows here."""
+
+WHOLE = ("permute", "unpermute")
+"""Ops of whole arrays: rows of any token may be those of any expert."""
 
 
 def split_spec(call: OpCall, array: Any, first: Any) -> P:
@@ -189,6 +195,10 @@ def test_heads_or_batch_are_split_over_explicit_axes(op):
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
         placed = [jax.device_put(x, NamedSharding(mesh, split_spec(call, x, arrays[0]))) for x in arrays]
+        if op in WHOLE:
+            with pytest.raises(ValueError, match=r"must be whole .*; reshard it first"):
+                jax.jit(function)(*placed)
+            return
         got = jax.jit(function)(*placed)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, wanted)
     assert any("tensor" in x.sharding.spec for x in jax.tree.leaves(got))

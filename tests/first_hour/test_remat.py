@@ -19,9 +19,11 @@ from tilewright.modules import (
     layer_norm,
     linear_cross_entropy,
     matmul,
+    permute,
     rms_norm,
     rope,
     top_k_router,
+    unpermute,
 )
 from tilewright.ops.lowering import call as lowering_call
 
@@ -128,6 +130,7 @@ def test_a_scan_over_layers_keeps_them_for_every_layer():
 
 TOKENS, WIDTH, HIDDEN = draw(64, 32), draw(32, 32, seed=2) / 6, draw(32, 96, seed=3) / 6
 SIZES, EXPERTS = jnp.asarray([40, 24], jnp.int32), draw(2, 32, 96, seed=4) / 6
+CHOICES = jnp.arange(64)[:, None]
 LABELS = jnp.arange(64) % 96
 OF_TOKENS, OF_HIDDEN = TOKENS.nbytes, 64 * 96 * 4
 # For each op a call, and the bytes of the results of its matmuls: without batch dimensions, and of all.
@@ -143,6 +146,8 @@ OPS = {
     "layer_norm": (lambda x: layer_norm(x, WIDTH[0], WIDTH[1]), 0, 0),
     "rope": (lambda x: rope(x.reshape(64, 2, 16), np.arange(64)), 0, 0),
     "top_k_router": (lambda x: top_k_router(x, 4)[0], 0, 0),
+    "permute": (lambda x: permute(x, CHOICES, 4)[0], 0, 0),
+    "unpermute": (lambda x: unpermute(x, CHOICES[:, 0], TOKENS[:32, :2]), 0, 0),
 }  # fmt: skip
 
 

@@ -24,9 +24,11 @@ from tilewright.modules import (
     linear_cross_entropy,
     linear_kl_divergence,
     matmul,
+    permute,
     rms_norm,
     rope,
     top_k_router,
+    unpermute,
 )
 from tilewright.ops import Kernel
 from tilewright.ops.lowering import partitioned
@@ -149,6 +151,8 @@ VALUES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[P, ...]]] = {
     "rotation along dim": (lambda x: rope(x, np.arange(32)), QKV[:1], (P("data", None, None, "model"),)),
     "router by tokens": (lambda x: top_k_router(x, 3)[0], (X,), (P("data"),)),
     "router along experts": (lambda x: top_k_router(x, 3)[0], (X,), (P("data", "model"),)),
+    "permutation of tokens": (lambda x: permute(x, np.arange(128).reshape(64, 2) % 5, 4)[0], (X,), (P("data"),)),
+    "sums of rows by tokens": (lambda x: unpermute(x, np.arange(64), x[:32, :2]), (X,), (P("data", "model"),)),
     "groups": (grouped_matmul, (X, normal(4, 32, 48), SIZES), (P(), P("data"), P())),
     "groups over the rows' axis": (grouped_matmul, (X, normal(4, 32, 48), SIZES), (P("data"), P("data"), P())),
     "rows of groups and n": (grouped_matmul, (X, normal(4, 32, 48), SIZES), (P("data"), P(None, None, "model"), P())),

@@ -28,6 +28,8 @@ _OPS = {
     "rope": "tilewright.kernels.rope.op:Rope",
     "moe_mlp": "tilewright.kernels.experts.op:MoeMlp",
     "top_k_router": "tilewright.kernels.router.op:TopKRouter",
+    "permute": "tilewright.kernels.permutation.ops.permute:Permute",
+    "unpermute": "tilewright.kernels.permutation.ops.unpermute:Unpermute",
     "matmul": "tilewright.kernels.matmul.ops.matmul:Matmul",
     "glu": "tilewright.kernels.matmul.ops.glu:Glu",
     "grouped_matmul": "tilewright.kernels.matmul.ops.grouped_matmul:GroupedMatmul",

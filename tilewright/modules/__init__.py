@@ -13,6 +13,8 @@ from tilewright.kernels.matmul.ops.glu import Glu, glu
 from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul, grouped_matmul
 from tilewright.kernels.matmul.ops.matmul import Matmul, matmul
 from tilewright.kernels.norms.op import LayerNorm, RmsNorm, layer_norm, rms_norm
+from tilewright.kernels.permutation.ops.permute import Permute, permute
+from tilewright.kernels.permutation.ops.unpermute import Unpermute, unpermute
 from tilewright.kernels.rope.op import Rope, rope
 from tilewright.kernels.rope.scaling import (
     LinearScaling,
@@ -73,6 +75,7 @@ __all__ = [
     "MoeMlp",
     "NtkScaling",
     "PageAttention",
+    "Permute",
     "RaggedDecodeAttention",
     "RaggedPageAttention",
     "RmsNorm",
@@ -80,6 +83,7 @@ __all__ = [
     "RopeScaling",
     "TopKRouter",
     "UnifiedAttention",
+    "Unpermute",
     "UpdatePages",
     "YarnScaling",
     "all_gather_matmul",
@@ -106,6 +110,7 @@ __all__ = [
     "mla_decode",
     "moe_mlp",
     "page_attention",
+    "permute",
     "ragged_decode_attention",
     "ragged_page_attention",
     "rms_norm",
@@ -113,6 +118,7 @@ __all__ = [
     "router_z_loss",
     "top_k_router",
     "unified_attention",
+    "unpermute",
     "unzigzag",
     "update_pages",
     "zigzag",

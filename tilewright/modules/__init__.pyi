@@ -36,6 +36,8 @@ from tilewright.kernels.paged_attention.ops.ragged_decode_attention import Ragge
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageAttention
 from tilewright.kernels.paged_attention.ops.unified_attention import UnifiedAttention
 from tilewright.kernels.paged_attention.ops.update_pages import UpdatePages
+from tilewright.kernels.permutation.ops.permute import Permute
+from tilewright.kernels.permutation.ops.unpermute import Unpermute
 from tilewright.kernels.rope.op import Rope
 from tilewright.kernels.rope.scaling import (
     LinearScaling,
@@ -67,6 +69,7 @@ __all__ = [
     "MoeMlp",
     "NtkScaling",
     "PageAttention",
+    "Permute",
     "RaggedDecodeAttention",
     "RaggedPageAttention",
     "RmsNorm",
@@ -74,6 +77,7 @@ __all__ = [
     "RopeScaling",
     "TopKRouter",
     "UnifiedAttention",
+    "Unpermute",
     "UpdatePages",
     "YarnScaling",
     "all_gather_matmul",
@@ -100,6 +104,7 @@ __all__ = [
     "mla_decode",
     "moe_mlp",
     "page_attention",
+    "permute",
     "ragged_decode_attention",
     "ragged_page_attention",
     "rms_norm",
@@ -107,6 +112,7 @@ __all__ = [
     "router_z_loss",
     "top_k_router",
     "unified_attention",
+    "unpermute",
     "unzigzag",
     "update_pages",
     "zigzag",
@@ -1506,6 +1512,15 @@ def moe_mlp(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array: ...
+def permute(
+    x: ArrayLike,
+    experts: ArrayLike,
+    num_experts: int,
+    *,
+    capacity: int | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> tuple[Array, Array, Array]: ...
 def rope(
     x: ArrayLike,
     positions: ArrayLike,
@@ -1531,3 +1546,6 @@ def top_k_router(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> tuple[Array, Array]: ...
+def unpermute(
+    rows: ArrayLike, source: ArrayLike, weights: ArrayLike, *, platform: PlatformOption = None, cfg: object = None
+) -> Array: ...

@@ -1,6 +1,6 @@
 """The order of the rows of a mixture of experts."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +24,33 @@ class Routing(NamedTuple):
     group_sizes: Int32[Array, " experts"]
 
 
+def declared(tokens: int, k: int, num_experts: int) -> Any:
+    """Shapes and dtypes of a routing."""
+    shapes = (tokens * k,), (tokens, k), (num_experts,)
+    structs: Any = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    return Routing(*structs)
+
+
 def scattered(values: jax.Array, places: jax.Array, size: int) -> Int32[Array, " size"]:
     """An array of −1 with ``values`` at distinct ``places``; those with a place outside of it are left out."""
     index = jnp.arange(places.shape[0], dtype=jnp.int32)
     # Also places that do not exist are distinct, as is promised to XLA.
-    places = jnp.where((places >= 0) & (places < size), places, size + index)
+    places = jnp.where(exists(places, size), places, size + index)
     return jnp.full(size, -1, jnp.int32).at[places].set(values, mode="drop", unique_indices=True)
 
 
-def positions_of(source: Int32[Array, " choices"], k: int) -> Int32[Array, "tokens k"]:
+def positions_of(source: Int32[Array, " choices"], tokens: int, k: int) -> Int32[Array, "tokens k"]:
     """The rows of choices, from the choices of rows."""
     choices = source.shape[0]
-    return scattered(jnp.arange(choices, dtype=jnp.int32), source, choices).reshape(choices // k, k)
+    return scattered(jnp.arange(choices, dtype=jnp.int32), source, choices).reshape(tokens, k)
 
 
-def exists(experts: jax.Array, num_experts: int) -> jax.Array:
-    """True for choices of experts that there are."""
-    return (experts >= 0) & (experts < num_experts)
+def exists(ids: jax.Array, count: int) -> jax.Array:
+    """True for ids of what there is."""
+    return (ids >= 0) & (ids < count)
+
+
+def routing_of(source: Int32[Array, " choices"], tokens: int, k: int) -> Routing:
+    """The routing of rows that hold these choices, without the sizes of experts; choices that do not exist are none."""
+    source = jnp.where(exists(source, source.shape[0]), source, -1)
+    return Routing(source, positions_of(source, tokens, k), jnp.zeros(0, jnp.int32))

@@ -1,4 +1,6 @@
-"""The movement of rows in plain XLA, for every device and floating-point dtype."""
+"""The movement of rows in plain XLA, and the backends of its ops, for every device and floating-point dtype."""
+
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +9,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.numerics.activations import gated, gated_gradients
+from tilewright.kernels.op.choice import Platform
+from tilewright.kernels.op.inputs import OpInputs
+from tilewright.kernels.permutation.backend import PermuteBackend, UnpermuteBackend
 from tilewright.kernels.permutation.movement import GateGradients, Movement
 from tilewright.kernels.permutation.routing import Routing, exists, positions_of, scattered
 from tilewright.ops.kernel.arrays import is_symbolic
+from tilewright.ops.types import Device, Direction
 
 MAX_INT32 = np.iinfo(np.int32).max
 
@@ -18,7 +24,7 @@ class XlaMovement(Movement):
     """Sorts once and gathers; JAX differentiates ``gather``, ``combine`` and ``dots`` in forward mode."""
 
     def route(self, experts: jax.Array, num_experts: int, capacity: int | None = None) -> Routing:
-        k, choices = experts.shape[1], experts.size
+        choices = experts.size
         ids = jnp.where(exists(experts, num_experts), experts, num_experts).reshape(choices)
         sorted_ids, order = _sorted(ids, num_experts)
         row = jnp.arange(choices, dtype=jnp.int32)
@@ -36,7 +42,7 @@ class XlaMovement(Movement):
             source = scattered(
                 order, jnp.where(is_kept, _entries(jnp.cumsum(sizes) - sizes, expert) + rank, -1), choices
             )
-        return Routing(source, positions_of(source, k), sizes)
+        return Routing(source, positions_of(source, *experts.shape), sizes)
 
     def gather(self, x: jax.Array, routing: Routing, weights: jax.Array | None = None) -> jax.Array:
         choice, k = jnp.maximum(routing.source, 0), routing.positions.shape[1]
@@ -131,5 +137,27 @@ def _ends(sorted_ids: jax.Array, num_experts: int) -> jax.Array:
     ids = jnp.arange(num_experts, dtype=sorted_ids.dtype)
     if is_symbolic(sorted_ids.shape[0]):
         return (sorted_ids[:, None] <= ids).sum(0, dtype=jnp.int32)
-    # A search is 20 gathers of as many elements as there are experts, in one kernel; it needs to know the size.
+    # 20 gathers of as many elements as there are experts, in one kernel.
     return jnp.searchsorted(sorted_ids, ids, side="right", method="scan_unrolled").astype(jnp.int32)
+
+
+class XlaPermute(PermuteBackend):
+    name: ClassVar[str] = "xla"
+    platform: ClassVar[Platform] = Platform.XLA
+    forward_mode: ClassVar[bool] = True
+    symbolic_dimensions: ClassVar[bool] = True
+    movement: ClassVar[Movement] = XlaMovement()
+
+    def reasons(self, inputs: OpInputs, device: Device, direction: Direction) -> list[str]:
+        return []
+
+
+class XlaUnpermute(UnpermuteBackend):
+    name: ClassVar[str] = "xla"
+    platform: ClassVar[Platform] = Platform.XLA
+    forward_mode: ClassVar[bool] = True
+    symbolic_dimensions: ClassVar[bool] = True
+    movement: ClassVar[Movement] = XlaMovement()
+
+    def reasons(self, inputs: OpInputs, device: Device, direction: Direction) -> list[str]:
+        return []

@@ -1,0 +1,1 @@
+"""The ops that move rows, one a module."""

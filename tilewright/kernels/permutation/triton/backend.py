@@ -1,0 +1,58 @@
+"""The Triton backends of ``permute`` and ``unpermute``, on NVIDIA GPUs."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+
+from tilewright.kernels.op.choice import Platform
+from tilewright.kernels.permutation.backend import PermuteBackend, UnpermuteBackend
+from tilewright.kernels.permutation.inputs import PermuteInputs, UnpermuteInputs
+from tilewright.kernels.permutation.movement import Movement
+from tilewright.kernels.permutation.triton.movement import TritonMovement
+from tilewright.kernels.triton import unavailable
+from tilewright.ops.types import Device, Direction
+
+MAX_K = 64
+"""Largest number of choices of a token: kernels have their loop over them unrolled."""
+
+MAX_CHOICES = 1 << 30
+"""Largest number of choices, which kernels count in 32 bits."""
+
+
+class TritonPermute(PermuteBackend):
+    """Serves float16, bfloat16 and float32."""
+
+    name: ClassVar[str] = "triton"
+    platform: ClassVar[Platform] = Platform.TRITON
+    late_import: ClassVar[str] = "triton"
+    movement: ClassVar[Movement] = TritonMovement()
+
+    def reasons(self, inputs: PermuteInputs, device: Device, direction: Direction) -> list[str]:
+        return _reasons({"x": inputs.x}, inputs.experts.shape, device)
+
+
+class TritonUnpermute(UnpermuteBackend):
+    """Serves float16, bfloat16 and float32, with weights of any of these."""
+
+    name: ClassVar[str] = "triton"
+    platform: ClassVar[Platform] = Platform.TRITON
+    late_import: ClassVar[str] = "triton"
+    movement: ClassVar[Movement] = TritonMovement()
+
+    def reasons(self, inputs: UnpermuteInputs, device: Device, direction: Direction) -> list[str]:
+        return _reasons({"rows": inputs.rows, "weights": inputs.weights}, inputs.weights.shape, device)
+
+
+def _reasons(arrays: Mapping[str, jax.Array], choices: tuple[int, ...], device: Device) -> list[str]:
+    reasons, (tokens, k) = unavailable(device), choices
+    for name, array in arrays.items():
+        if array.dtype.name not in ("float16", "bfloat16", "float32"):
+            reasons.append(f"{name} must be float16, bfloat16 or float32, not {array.dtype}")
+        if 0 in array.shape:
+            reasons.append(f"its kernels need elements, got {name} of the shape {array.shape}")
+    if k > MAX_K:
+        reasons.append(f"a token may have {MAX_K} choices, got {k=}")
+    if tokens * k > MAX_CHOICES:
+        reasons.append(f"there may be {MAX_CHOICES} choices, got {tokens} tokens with {k=}")
+    return reasons
