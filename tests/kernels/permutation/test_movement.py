@@ -17,6 +17,7 @@ from tests.kernels.permutation.oracle import combined, gathered, inner_products,
 from tilewright.kernels.numerics.activations import ACTIVATIONS, gated
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.permutation.movements import MOVEMENTS
+from tilewright.kernels.permutation.triton import movement
 from tilewright.kernels.triton import recorded_launches
 from tilewright.kernels.triton.compiler import report
 from tilewright.kernels.triton.interpreter import interpret_triton
@@ -107,7 +108,10 @@ def test_route(platform: Platform, call: Call):
 @pytest.mark.parametrize(
     ("tokens", "k", "experts", "capacity"), [(700, 1, 4, None), (150, 4, 100, 5), (300, 2, 3, 20), (90, 9, 33, 2**40)]
 )
-def test_route_of_several_blocks(platform: Platform, tokens: int, k: int, experts: int, capacity: int | None):
+def test_route_of_several_blocks(
+    platform: Platform, tokens: int, k: int, experts: int, capacity: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(movement, "SUMMED", (2, 8))  # several tiles of their counts, too
     ids = Call("", tokens, k, experts=experts).ids
     # Empty experts, one that has most choices, and ids at the ends of int32.
     ids = jnp.where(ids % 3 == 1, 2, ids).at[:2, 0].set(jnp.array([-(2**31), 2**31 - 1]))
@@ -199,7 +203,7 @@ def test_gate_gradients(platform: Platform, activation: str, dtype: str):
 @platforms
 def test_vmap_over_everything(platform: Platform):
     """And over one array alone, twice, as one call each."""
-    call, movement, count = Call("", tokens=5, k=2, d=8, experts=3), MOVEMENTS[platform], 3
+    call, moving, count = Call("", tokens=5, k=2, d=8, experts=3), MOVEMENTS[platform], 3
     ids = jnp.stack([jnp.roll(call.ids, shift, 0) for shift in range(count)])
     rows, weights, bias = (
         jnp.stack([call.arrays[name] * (1 + i) for i in range(count)]) for name in ("rows", "weights", "bias")
@@ -207,13 +211,13 @@ def test_vmap_over_everything(platform: Platform):
     x = jnp.stack([call.arrays["x"] - i for i in range(count)])
 
     def every(ids: Any, x: Any, rows: Any, weights: Any, bias: Any) -> Any:
-        routing = movement.route(ids, 3, 2)
+        routing = moving.route(ids, 3, 2)
         return (
             routing,
-            movement.gather(x, routing, weights),
-            movement.combine(rows, routing, weights, bias, ids),
-            movement.dots(x, rows, routing, bias, ids),
-            movement.gate_gradients("silu", rows, rows + 1, rows * 2, weights.reshape(-1)),
+            moving.gather(x, routing, weights),
+            moving.combine(rows, routing, weights, bias, ids),
+            moving.dots(x, rows, routing, bias, ids),
+            moving.gate_gradients("silu", rows, rows + 1, rows * 2, weights.reshape(-1)),
         )
 
     arrays = (ids, x, rows, weights, bias)
@@ -234,7 +238,7 @@ def test_vmap_over_everything(platform: Platform):
                 jax.tree.map(lambda x: x[i], got),  # noqa: B023
                 want,
             )
-    twice = jax.vmap(jax.vmap(movement.combine, in_axes=(0, None, None)), in_axes=(0, 0, None))
+    twice = jax.vmap(jax.vmap(moving.combine, in_axes=(0, None, None)), in_axes=(0, 0, None))
     routing = jax.tree.map(lambda *each: jnp.stack(each), *[routing_of(each, 3, 2) for each in ids])
     pairs = jnp.stack([rows, -rows], 1)
     with MACHINES[platform]():
@@ -258,18 +262,18 @@ def test_float64():
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
 def test_compiled(tokens: int, d: int, capability: tuple[int, int]):
     """Without spills, and with accesses of 16 bytes where rows are aligned."""
-    movement, k, dtype = MOVEMENTS[Platform.TRITON], 8, jnp.bfloat16
+    moving, k, dtype = MOVEMENTS[Platform.TRITON], 8, jnp.bfloat16
     struct = jax.ShapeDtypeStruct
     ids, x = struct((tokens, k), jnp.int32), struct((tokens, d), dtype)
     rows, weights, bias = struct((tokens * k, d), dtype), struct((tokens, k), jnp.float32), struct((128, d), dtype)
 
     def every(ids: Any, x: Any, rows: Any, weights: Any, bias: Any) -> Any:
-        routing = movement.route(ids, 128)
+        routing = moving.route(ids, 128)
         return (
-            movement.gather(x, routing, weights),
-            movement.combine(rows, routing, weights, bias, ids),
-            movement.dots(x, rows, routing, bias, ids),
-            movement.gate_gradients("silu", rows, rows, rows, weights.reshape(-1)),
+            moving.gather(x, routing, weights),
+            moving.combine(rows, routing, weights, bias, ids),
+            moving.dots(x, rows, routing, bias, ids),
+            moving.gate_gradients("silu", rows, rows, rows, weights.reshape(-1)),
         )
 
     with interpret_triton(), recorded_launches() as launches:
