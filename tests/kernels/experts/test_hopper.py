@@ -17,7 +17,8 @@ from tilewright.kernels.experts.params import ExpertsBackwardParams, ExpertsForw
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.matmul.hopper import products
 from tilewright.kernels.matmul.hopper.params import HopperGatedBackwardParams, HopperGroupedBackwardParams
-from tilewright.kernels.permutation.xla import XlaMovement
+from tilewright.kernels.op.choice import Platform
+from tilewright.kernels.permutation.movements import MOVEMENTS
 
 _PAIR = MatmulParams(128, 128, 3, cluster_m=2, band=1)
 
@@ -27,7 +28,7 @@ def few_sms() -> Iterator[None]:
     """Few programs, so that each has several items; and rows that XLA moves."""
     with (
         mock.patch.object(products, "num_sms", return_value=4),
-        mock.patch.object(HopperExperts, "movement", return_value=XlaMovement()),
+        mock.patch.object(HopperExperts, "movement", return_value=MOVEMENTS[Platform.XLA]),
     ):
         yield
 

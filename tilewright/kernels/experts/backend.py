@@ -1,13 +1,15 @@
 """The base class of the backends of the layer of experts: its matmuls, and the movement of rows between them."""
 
 import abc
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
 
+from tilewright.kernels import kernel
 from tilewright.kernels.experts.inputs import ExpertsInputs, ExpertsResults
 from tilewright.kernels.experts.params import ExpertsBackwardParams, ExpertsForwardParams
 from tilewright.kernels.matmul.backend import MatmulBackend
@@ -26,17 +28,19 @@ SUM_ROWS = 8
 
 
 class ExpertsBackend(Backend[ExpertsInputs, ExpertsResults, ExpertsForwardParams, ExpertsBackwardParams], abc.ABC):
-    """A backend that defines only its matmuls, as backends of their own ops, and what moves the rows.
-
-    Attributes:
-      gated, grouped: of ``gated_grouped_matmul`` and of ``grouped_matmul``.
-    """
+    """A backend whose matmuls are those of the backends of its name, and which defines only what moves the rows."""
 
     forward_params: ClassVar[type] = ExpertsForwardParams
     backward_params: ClassVar[type] = ExpertsBackwardParams
     serves: ClassVar[frozenset[str]] = frozenset({"gate_bias", "up_bias", "down_bias", "activation", "capacity"})
-    gated: ClassVar[MatmulBackend[Any, Any]]
-    grouped: ClassVar[MatmulBackend[Any, Any]]
+
+    @functools.cached_property
+    def gated(self) -> MatmulBackend[Any, Any]:
+        return cast(MatmulBackend[Any, Any], kernel("gated_grouped_matmul").backends.named(self.name))
+
+    @functools.cached_property
+    def grouped(self) -> MatmulBackend[Any, Any]:
+        return cast(MatmulBackend[Any, Any], kernel("grouped_matmul").backends.named(self.name))
 
     @abc.abstractmethod
     def movement(self) -> Movement:

@@ -1,13 +1,11 @@
 """The layer of experts on Hopper: its matmuls, and rows that Triton moves where it is installed."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tilewright.kernels.experts.backend import ExpertsBackend
-from tilewright.kernels.matmul.backend import MatmulBackend
-from tilewright.kernels.matmul.hopper.backend import HopperGatedGroupedMatmul, HopperGroupedMatmul
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.permutation.movement import Movement
-from tilewright.kernels.permutation.xla import XlaMovement
+from tilewright.kernels.permutation.movements import MOVEMENTS
 from tilewright.kernels.triton import unavailable
 from tilewright.ops.utils.device import current_device
 
@@ -17,12 +15,6 @@ class HopperExperts(ExpertsBackend):
 
     name: ClassVar[str] = "hopper"
     platform: ClassVar[Platform] = Platform.PALLAS
-    gated: ClassVar[MatmulBackend[Any, Any]] = HopperGatedGroupedMatmul()
-    grouped: ClassVar[MatmulBackend[Any, Any]] = HopperGroupedMatmul()
 
     def movement(self) -> Movement:
-        if unavailable(current_device()):
-            return XlaMovement()
-        from tilewright.kernels.permutation.triton.movement import TritonMovement
-
-        return TritonMovement()
+        return MOVEMENTS[Platform.XLA if unavailable(current_device()) else Platform.TRITON]

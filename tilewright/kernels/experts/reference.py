@@ -8,6 +8,7 @@ from jax import lax
 
 from tilewright.kernels.experts.inputs import ExpertsInputs
 from tilewright.kernels.numerics.activations import gated
+from tilewright.kernels.op.sharding import vary_over, varying_axes
 
 
 def experts_reference(inputs: ExpertsInputs) -> jax.Array:
@@ -42,7 +43,7 @@ def experts_reference(inputs: ExpertsInputs) -> jax.Array:
         return out + jnp.where(own, weight * product(hidden, down, down_bias), 0), None
 
     count = jnp.arange(inputs.num_experts)
-    out, _ = lax.scan(add, x * 0, (count, arrays))
+    out, _ = lax.scan(add, vary_over(varying_axes(inputs), jnp.zeros_like(x)), (count, arrays))
     return out.astype(dtype).reshape(*inputs.leading, inputs.d)
 
 

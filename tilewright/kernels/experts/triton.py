@@ -1,13 +1,11 @@
 """The layer of experts in Triton, on NVIDIA GPUs from Ampere on."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tilewright.kernels.experts.backend import ExpertsBackend
-from tilewright.kernels.matmul.backend import MatmulBackend
-from tilewright.kernels.matmul.triton.backend import TritonGatedGroupedMatmul, TritonGroupedMatmul
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.permutation.movement import Movement
-from tilewright.kernels.permutation.triton.movement import TritonMovement
+from tilewright.kernels.permutation.movements import MOVEMENTS
 
 
 class TritonExperts(ExpertsBackend):
@@ -16,8 +14,6 @@ class TritonExperts(ExpertsBackend):
     name: ClassVar[str] = "triton"
     platform: ClassVar[Platform] = Platform.TRITON
     late_import: ClassVar[str] = "triton"
-    gated: ClassVar[MatmulBackend[Any, Any]] = TritonGatedGroupedMatmul()
-    grouped: ClassVar[MatmulBackend[Any, Any]] = TritonGroupedMatmul()
 
     def movement(self) -> Movement:
-        return TritonMovement()
+        return MOVEMENTS[Platform.TRITON]

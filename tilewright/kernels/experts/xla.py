@@ -1,13 +1,11 @@
 """The layer of experts in plain XLA: the backend for every device."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tilewright.kernels.experts.backend import ExpertsBackend
-from tilewright.kernels.matmul.backend import MatmulBackend
-from tilewright.kernels.matmul.xla.backend import XlaGatedGroupedMatmul, XlaGroupedMatmul
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.permutation.movement import Movement
-from tilewright.kernels.permutation.xla import XlaMovement
+from tilewright.kernels.permutation.movements import MOVEMENTS
 
 
 class XlaExperts(ExpertsBackend):
@@ -17,8 +15,6 @@ class XlaExperts(ExpertsBackend):
     platform: ClassVar[Platform] = Platform.XLA
     forward_mode: ClassVar[bool] = True
     symbolic_dimensions: ClassVar[bool] = True
-    gated: ClassVar[MatmulBackend[Any, Any]] = XlaGatedGroupedMatmul()
-    grouped: ClassVar[MatmulBackend[Any, Any]] = XlaGroupedMatmul()
 
     def movement(self) -> Movement:
-        return XlaMovement()
+        return MOVEMENTS[Platform.XLA]

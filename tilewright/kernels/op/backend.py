@@ -181,17 +181,22 @@ class Loaded:
         return word in (self.backend.platform, self.word)
 
 
+def _room(where: str) -> str:
+    """The name of the module of ``"module:Class"``, or of its folder."""
+    *folders, module = where.partition(":")[0].split(".")
+    return folders[-1] if module == "backend" else module
+
+
 # Failures are kept as well: what cannot be imported here is not tried again in every call.
 @functools.cache
 def loaded(where: str) -> Loaded:
     """The backend ``"module:Class"``, imported once a process, or the reason why it cannot be loaded here."""
     path, _, kind = where.partition(":")
-    *folders, module = path.split(".")
     try:
         backend = getattr(importlib.import_module(path), kind)()
     # Exception: a package of an unexpected version may raise anything; the other backends still run.
     except Exception as error:
-        return Loaded(folders[-1] if module == "backend" else module, None, load_failure(error))
+        return Loaded(_room(where), None, load_failure(error))
     return Loaded(backend.name, backend)
 
 
@@ -261,6 +266,19 @@ class Backends:
     def find(self, choice: Choice) -> Backend[Any, Any, Any, Any] | None:
         """The backend that a choice names, if it can be loaded here."""
         return next((each for each in self.usable if each.name == choice.backend), None)
+
+    def named(self, name: str) -> Backend[Any, Any, Any, Any]:
+        """The backend in the module or folder of that name; the others are not imported.
+
+        Raises:
+          ValueError: there is none that can be loaded here.
+        """
+        found = next((loaded(where) for where in self.where if _room(where) == name), None)
+        if found is None or found.backend is None:
+            raise ValueError(
+                f"{self._op} has no backend {name!r} that can be loaded here{found and f', {found.error}'}"
+            )
+        return found.backend
 
     def of(self, choice: Choice) -> Backend[Any, Any, Any, Any]:
         """The backend that a choice names.
