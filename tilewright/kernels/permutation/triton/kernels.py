@@ -6,6 +6,7 @@
   positions       the row of each choice; −1 if it is dropped
   source          the choice of each row; −1 in rows that hold none
   counts, before  for each block of choices the number of choices of each expert in it, and in all blocks before it
+  starts, ends    the first row of each expert, and the row behind its last
   weights, bias   a number for each choice, and a row for each expert
 
 Rows have D elements, those of a gated unit N. Offsets of rows are 64-bit: an array may have more than 2³¹ elements.
@@ -62,8 +63,8 @@ def sum_counts(
 
 @triton.jit
 def place_choices(
-    experts, before, group_sizes, choices, blocks, capacity, source, positions,
-    E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, PART: tl.constexpr,
+    experts, before, starts, ends, choices, blocks, capacity, source, positions,
+    E: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Finds the rows of the choices of one block."""
     program = tl.program_id(0)
@@ -79,19 +80,12 @@ def place_choices(
         other_ids = tl.load(experts + start_of_batch + other, mask=other < choices, other=-1)
         is_before = (other_ids[None, :] == ids[:, None]) & (other[None, :] < choice[:, None])
         rank += tl.sum(is_before.to(tl.int32), 1)
-    start = tl.zeros((BLOCK,), tl.int32)
-    total = tl.zeros((BLOCK_E,), tl.int32)
-    for first in tl.range(0, E, BLOCK_E):
-        expert = first + tl.arange(0, BLOCK_E)
-        sizes = tl.load(group_sizes + batch * E + expert, mask=expert < E, other=0)
-        start += tl.sum(tl.where(expert[None, :] < ids[:, None], sizes[None, :], 0), 1)
-        total += sizes
     is_kept = exists & (rank < capacity)
-    position = start + rank
+    position = tl.load(starts + batch * E + ids, mask=exists, other=0) + rank
     tl.store(positions + start_of_batch + choice, tl.where(is_kept, position, -1), mask=there)
     tl.store(source + start_of_batch + position, choice, mask=is_kept)
     # Rows behind the last expert's, as many as choices are dropped, are no choice's row.
-    tl.store(source + start_of_batch + choice, -1, mask=there & (choice >= tl.sum(total, 0)))
+    tl.store(source + start_of_batch + choice, -1, mask=there & (choice >= tl.load(ends + batch * E + E - 1)))
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from tilewright.kernels.matmul.groups import prefix_sums
 from tilewright.kernels.permutation.movement import GateGradients, Movement
 from tilewright.kernels.permutation.routing import Routing
 from tilewright.kernels.triton import launch
@@ -16,13 +17,13 @@ from tilewright.kernels.triton.description import JitKernel
 from tilewright.kernels.triton.limits import power_of_two
 from tilewright.ops.utils.device import current_device
 
-COUNTED = 256
-"""Choices of a program that counts or places them."""
+COUNTED = 128
+"""Choices of a program that counts or places them: as many pairs of each are compared."""
 
 EXPERTS = 32
-"""Experts that a program compares with its choices at once: with COUNTED choices, 64 elements of a thread."""
+"""Experts, or other choices, that a program compares with its choices at once: 32 elements of a thread."""
 
-SUMMED = (512, 8)
+SUMMED = (1024, 2)
 """Blocks of choices and experts of a tile whose counts are added up."""
 
 SPREAD_BYTES = 8 << 10
@@ -190,10 +191,14 @@ def _route(num_experts: int, capacity: int | None, experts: jax.Array) -> Routin
     blocks, i32 = -(-choices // COUNTED), jnp.int32
     limit = choices if capacity is None else min(capacity, choices)
     by_block = jax.ShapeDtypeStruct((batch, blocks, num_experts), i32)
-    sizes = {"choices": choices, "blocks": blocks}
-    constants = {"E": num_experts, "BLOCK": COUNTED, "BLOCK_E": EXPERTS}
+    sizes, constants = {"choices": choices, "blocks": blocks}, {"E": num_experts, "BLOCK": COUNTED}
     (counts,) = launch(
-        kernels.count_choices, [experts], [by_block], grid=[batch * blocks], scalars=sizes, constants=constants
+        kernels.count_choices,
+        [experts],
+        [by_block],
+        grid=[batch * blocks],
+        scalars=sizes,
+        constants=constants | {"BLOCK_E": EXPERTS},
     )
     before, group_sizes = launch(
         kernels.sum_counts,
@@ -203,9 +208,10 @@ def _route(num_experts: int, capacity: int | None, experts: jax.Array) -> Routin
         scalars={"blocks": blocks, "capacity": limit},
         constants={"E": num_experts, "BLOCK": min(power_of_two(blocks), SUMMED[0]), "BLOCK_E": SUMMED[1]},
     )
+    ends = jax.vmap(prefix_sums)(group_sizes)
     source, positions = launch(
         kernels.place_choices,
-        [experts, before, group_sizes],
+        [experts, before, ends - group_sizes, ends],
         [jax.ShapeDtypeStruct((batch, choices), i32), jax.ShapeDtypeStruct(experts.shape, i32)],
         grid=[batch * blocks],
         scalars=sizes | {"capacity": limit},
