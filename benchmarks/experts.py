@@ -1,0 +1,214 @@
+"""Whole layers of experts on a GPU, router included: ``moe_mlp`` beside SonicMoE, torch and a layer written by hand.
+
+Forward as in training, with what the backward pass needs, and backward alone; milliseconds of queued calls and
+TFLOP/s of 6 and of 12 · tokens · k · d · n. Choices are those of a random router, alike for all experts, or by Zipf's
+law. "hand" is a sort, gathers, ``gated_grouped_matmul`` and ``grouped_matmul`` of this package; "torch" the same with
+``torch._grouped_mm``. SonicMoE runs if it can be imported. ``python -m benchmarks.experts``, or with names of cases.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.common import record
+from benchmarks.step_models import experts_of_today
+from tilewright.kernels.experts.cases import CASES, ExpertsCase
+from tilewright.modules import moe_mlp, top_k_router
+
+ROUNDS, CALLS = 7, 10
+LIMIT = 0.02
+"""The greatest difference from the first contender, relative to the norm."""
+
+type Pass = Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Contender:
+    """Both passes of a layer, what its forward pass returns as a JAX array, and a wait for the device."""
+
+    forward: Pass
+    backward: Pass
+    out: Callable[[], jax.Array]
+    gradient: Callable[[], jax.Array]
+    wait: Callable[[Any], object]
+
+
+def drawn(case: ExpertsCase) -> tuple[jax.Array, ...]:
+    """Tokens, router, gate, up, down and cotangents; tokens begin with a 1, so that the router can prefer experts."""
+    keys, bf16 = jax.random.split(jax.random.key(0), 6), jnp.bfloat16
+    e, d, n = case.num_experts, case.d, case.n
+    x = jax.random.normal(keys[0], (case.tokens, d), jnp.float32).at[:, 0].set(1.0)
+    router = jax.random.normal(keys[1], (d, e), jnp.float32) * d**-0.5
+    router = router.at[0].set(-case.zipf * jnp.log1p(jnp.arange(e, dtype=jnp.float32)))
+    matrices = [
+        jax.random.normal(key, (e, *shape), jnp.float32) * shape[0] ** -0.5
+        for key, shape in zip(keys[2:5], ((d, n), (d, n), (n, d)), strict=True)
+    ]
+    d_out = jax.random.normal(keys[5], (case.tokens, d), jnp.float32)
+    return tuple(each.astype(bf16) for each in (x, router, *matrices, d_out))
+
+
+def ours(x: Any, router: Any, gate: Any, up: Any, down: Any, k: int, **options: Any) -> jax.Array:
+    weights, experts = top_k_router(jnp.matmul(x, router, preferred_element_type=jnp.float32), k)
+    found: jax.Array = moe_mlp(x, weights, experts, gate, up, down, **options)
+    return found
+
+
+def by_hand(x: Any, router: Any, gate: Any, up: Any, down: Any, k: int) -> jax.Array:
+    logits = jnp.matmul(x, router, preferred_element_type=jnp.float32)
+    return experts_of_today(x, logits, gate, up, down, k)
+
+
+def in_jax(layer: Callable[..., jax.Array], case: ExpertsCase, arrays: tuple[jax.Array, ...]) -> Contender:
+    *operands, d_out = arrays
+    forward = jax.jit(lambda *xs: jax.vjp(functools.partial(layer, k=case.k), *xs))
+    backward = jax.jit(lambda pull_back, d_out: pull_back(d_out))
+    _, pull_back = forward(*operands)
+    return Contender(
+        lambda: forward(*operands),
+        lambda: backward(pull_back, d_out),
+        lambda: forward(*operands)[0],
+        lambda: backward(pull_back, d_out)[0],
+        jax.block_until_ready,
+    )
+
+
+def _torch() -> Any:
+    return importlib.import_module("torch")
+
+
+def in_torch(case: ExpertsCase, arrays: tuple[jax.Array, ...], layer: Callable[..., Any]) -> Contender:
+    """A layer of torch's tensors ``layer(x, router, gate, up, down, k)``, all of which have gradients."""
+    torch = _torch()
+    *operands, d_out = (torch.from_dlpack(x) for x in arrays)
+    leaves = [x.clone().requires_grad_() for x in operands]
+    run = functools.partial(layer, case.k)
+    out = run(*leaves)
+
+    def backward() -> Any:
+        for leaf in leaves:
+            leaf.grad = None
+        out.backward(d_out, retain_graph=True)
+        return leaves[0].grad
+
+    def taken(x: Any) -> jax.Array:
+        return jnp.from_dlpack(x.detach().contiguous())
+
+    return Contender(
+        lambda: run(*leaves), backward, lambda: taken(run(*leaves)), lambda: taken(backward()),
+        lambda _: torch.cuda.synchronize(),
+    )  # fmt: skip
+
+
+def torch_layer(k: int, x: Any, router: Any, gate: Any, up: Any, down: Any) -> Any:
+    """The layer that PyTorch users write with its grouped matmul."""
+    torch = _torch()
+    weights, experts = (x.float() @ router.float()).topk(k, dim=-1)
+    order = experts.reshape(-1).argsort(stable=True)
+    ends = torch.bincount(experts.reshape(-1), minlength=gate.shape[0]).cumsum(0).to(torch.int32)
+    rows = x[order // k]
+    hidden = torch.nn.functional.silu(torch._grouped_mm(rows, gate, ends)) * torch._grouped_mm(rows, up, ends)
+    out = torch._grouped_mm(hidden, down, ends) * weights.softmax(-1).reshape(-1)[order, None].to(x.dtype)
+    return torch.zeros_like(x).index_add(0, order // k, out)
+
+
+def sonic_layer(k: int, x: Any, router: Any, w1: Any, w2: Any) -> Any:
+    sonicmoe: Any = importlib.import_module("sonicmoe")
+    stream = _torch().cuda.current_stream().cuda_stream
+    return sonicmoe.moe_TC_softmax_topk_layer(x, router, w1, None, w2, None, k, stream, concat_layout=True)[0]
+
+
+def sonic(case: ExpertsCase, arrays: tuple[jax.Array, ...]) -> Contender:
+    """SonicMoE with its own layouts: ``[2n, d, experts]`` and ``[d, n, experts]``, an expert's matrix in one piece."""
+    x, router, gate, up, down, d_out = arrays
+    both = jnp.concatenate([gate, up], axis=2).swapaxes(1, 2)
+    own = (x, router.T.copy(), both, down.swapaxes(1, 2).copy(), d_out)
+
+    def layer(k: int, x: Any, router: Any, w1: Any, w2: Any) -> Any:
+        return sonic_layer(k, x, router, w1.permute(1, 2, 0), w2.permute(1, 2, 0))
+
+    return in_torch(case, own, layer)
+
+
+def contenders(case: ExpertsCase, names: list[str]) -> dict[str, Callable[[tuple[jax.Array, ...]], Contender]]:
+    every: dict[str, Any] = {
+        "moe_mlp": functools.partial(in_jax, ours, case),
+        "moe_mlp, triton": functools.partial(in_jax, functools.partial(ours, platform="triton"), case),
+        "hand": functools.partial(in_jax, by_hand, case),
+        "torch": functools.partial(in_torch, case, layer=torch_layer),
+        "sonic": functools.partial(sonic, case),
+    }
+    return {name: every[name] for name in names or every}
+
+
+def differences(found: Contender, reference: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], list[float]]:
+    """The result and the gradient of x, and how far both are from those of another contender."""
+    out, gradient = (x().astype(jnp.float32) for x in (found.out, found.gradient))
+    own = out, gradient
+    if reference is None:
+        return own, [0.0, 0.0]
+    pairs = zip(own, reference, strict=True)
+    return reference, [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs]
+
+
+def seconds(run: Pass, wait: Callable[[Any], object]) -> float:
+    start = time.perf_counter()
+    for _ in range(CALLS - 1):
+        run()
+    wait(run())
+    return (time.perf_counter() - start) / CALLS
+
+
+def measured(case: ExpertsCase, names: list[str]) -> dict[str, Any]:
+    """Of each contender samples of both passes, or why it does not run."""
+    arrays, data, reference = drawn(case), dict[str, Any](), None
+    flops = 6.0 * case.tokens * case.k * case.d * case.n
+    for name, make in contenders(case, names).items():
+        try:
+            found = make(arrays)
+            reference, apart = differences(found, reference)
+            for run in (found.forward, found.backward):
+                found.wait(run())
+            pairs = [(found.forward, found.backward)] * ROUNDS
+            samples = [[1e3 * seconds(run, found.wait) for run in pair] for pair in pairs]
+        except Exception as error:  # a peer may fail in any way, and the others are still measured
+            data[name] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+            print(f"  {name:18} {data[name]['failed'][:120]}", flush=True)
+            continue
+        forward, backward = (list(each) for each in zip(*samples, strict=True))
+        ms = [statistics.median(each) for each in (forward, backward)]
+        rates = [flops / ms[0] / 1e9, 2 * flops / ms[1] / 1e9]
+        data[name] = {"forward_ms": forward, "backward_ms": backward, "tflops": rates, "apart": apart}
+        wrong = "" if max(apart) < LIMIT else "  WRONG"
+        print(f"  {name:18} {ms[0]:8.3f} {ms[1]:8.3f} ms {rates[0]:6.0f} {rates[1]:6.0f} TFLOP/s{wrong}", flush=True)
+        del found
+    return data
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    cases = CASES.by_device["gpu"]
+    parser.add_argument("cases", nargs="*", default=list(cases))
+    parser.add_argument("--contenders", nargs="+", default=[])
+    parser.add_argument("--zipf", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--name", default="experts")
+    arguments = parser.parse_args()
+    data: dict[str, Any] = {}
+    for name in arguments.cases:
+        for zipf in arguments.zipf:
+            label = f"{name}, zipf {zipf:g}" if zipf else name
+            print(label, flush=True)
+            data[label] = measured(dataclasses.replace(cases[name], zipf=zipf), arguments.contenders)
+    print(record(arguments.name, {"calls": CALLS, "cases": data}))
+
+
+if __name__ == "__main__":
+    main()
