@@ -186,7 +186,8 @@ def test_gate_gradients(platform: Platform, activation: str, dtype: str):
     gate, up, d_hidden = (call.array(seed, rows, n) for seed in range(3))
     gate = gate.at[0, :8].set(jnp.array([0.0, -0.0, 60.0, -60.0, 3e-3, -3e-3, 9.0, -9.0], dtype))
     weights = call.array(6, rows, dtype="float32")
-    got = run(platform, "gate_gradients", activation, gate, up, d_hidden, weights)
+    source = jnp.arange(rows, dtype=jnp.int32)
+    got = run(platform, "gate_gradients", activation, gate, up, d_hidden, weights, source)
     names = ("d_gate", "d_up", "weighted_hidden", "dots")
     assert [x.dtype for x in got] == [*[gate.dtype] * 3, jnp.float32]
     with jax.enable_x64(True):
@@ -217,7 +218,7 @@ def test_vmap_over_everything(platform: Platform):
             moving.gather(x, routing, weights),
             moving.combine(rows, routing, weights, bias, ids),
             moving.dots(x, rows, routing, bias, ids),
-            moving.gate_gradients("silu", rows, rows + 1, rows * 2, weights.reshape(-1)),
+            moving.gate_gradients("silu", rows, rows + 1, rows * 2, weights.reshape(-1), ids.reshape(-1) * 0),
         )
 
     arrays = (ids, x, rows, weights, bias)
@@ -273,7 +274,7 @@ def test_compiled(tokens: int, d: int, capability: tuple[int, int]):
             moving.gather(x, routing, weights),
             moving.combine(rows, routing, weights, bias, ids),
             moving.dots(x, rows, routing, bias, ids),
-            moving.gate_gradients("silu", rows, rows, rows, weights.reshape(-1)),
+            moving.gate_gradients("silu", rows, rows, rows, weights.reshape(-1), routing.source),
         )
 
     with interpret_triton(), recorded_launches() as launches:

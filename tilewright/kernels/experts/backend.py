@@ -156,10 +156,12 @@ class _Gradients:
     def by_name(self) -> dict[str, jax.Array]:
         inputs, routing, movement = self.inputs, self.routing, self.movement
         sizes = routing.group_sizes
-        d_rows = movement.gather(self.d_out, routing)
+        d_rows = movement.gather(self.d_out, routing, fills=False)
         d_hidden = self.backend.grouped.forward(inputs.hidden_gradient(d_rows, sizes), self.params.hidden).out
         by_row = jnp.where(routing.source >= 0, inputs.weights.reshape(-1)[jnp.maximum(routing.source, 0)], 0)
-        d_gate, d_up, hidden, dots = movement.gate_gradients(inputs.activation, self.gate, self.up, d_hidden, by_row)
+        d_gate, d_up, hidden, dots = movement.gate_gradients(
+            inputs.activation, self.gate, self.up, d_hidden, by_row, routing.source
+        )
         found = self._of_rows([d_gate, d_up])
         if inputs.wants("weights"):
             found["weights"] = self._of_weights(dots)
@@ -183,7 +185,7 @@ class _Gradients:
             return {}
         # Gathered again: without a barrier XLA takes the rows of the forward pass, and keeps them until here.
         x = kept_apart(inputs.x, self.d_out)
-        rows = self.movement.gather(x, self.routing)
+        rows = self.movement.gather(x, self.routing, fills=False)
         matmul = inputs.d_gated_matmul(rows, self.routing.group_sizes).replace(wanted=wanted)
         of_matmul = self.backend.gated.gradients(matmul, d_products, self.params.gated)
         found = {name: of_matmul[own] for name, own in names.items() if own in of_matmul}

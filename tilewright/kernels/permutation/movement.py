@@ -37,9 +37,18 @@ class Movement(abc.ABC):
 
     @abc.abstractmethod
     def gather(
-        self, x: Float[Array, "tokens d"], routing: Routing, weights: Float[Array, "tokens k"] | None = None
+        self,
+        x: Float[Array, "tokens d"],
+        routing: Routing,
+        weights: Float[Array, "tokens k"] | None = None,
+        *,
+        fills: bool = True,
     ) -> Float[Array, "choices d"]:
-        """The rows of experts, times the weights of their choices; zeros in rows that hold no choice."""
+        """The rows of experts, times the weights of their choices.
+
+        Args:
+          fills: rows that hold no choice are zeros, and not anything.
+        """
 
     @abc.abstractmethod
     def combine(
@@ -76,5 +85,6 @@ class Movement(abc.ABC):
         up: Float[Array, "rows n"],
         d_hidden: Float[Array, "rows n"],
         row_weights: Float32[Array, " rows"],
+        source: Int32[Array, " rows"],
     ) -> GateGradients:
-        """The gradients of a gated unit whose results have a weight by row."""
+        """The gradients of a gated unit whose results have a weight by row; anything in rows that hold no choice."""

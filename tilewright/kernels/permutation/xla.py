@@ -44,7 +44,9 @@ class XlaMovement(Movement):
             )
         return Routing(source, positions_of(source, *experts.shape), sizes)
 
-    def gather(self, x: jax.Array, routing: Routing, weights: jax.Array | None = None) -> jax.Array:
+    def gather(
+        self, x: jax.Array, routing: Routing, weights: jax.Array | None = None, *, fills: bool = True
+    ) -> jax.Array:
         choice, k = jnp.maximum(routing.source, 0), routing.positions.shape[1]
         rows = _entries(x, choice // k)
         if weights is not None:
@@ -86,7 +88,13 @@ class XlaMovement(Movement):
         return jnp.stack(found, axis=1)
 
     def gate_gradients(
-        self, activation: str, gate: jax.Array, up: jax.Array, d_hidden: jax.Array, row_weights: jax.Array
+        self,
+        activation: str,
+        gate: jax.Array,
+        up: jax.Array,
+        d_hidden: jax.Array,
+        row_weights: jax.Array,
+        source: jax.Array,
     ) -> GateGradients:
         wide = _wide(gate.dtype)
         weights, slope = row_weights.astype(wide)[:, None], d_hidden.astype(wide)

@@ -101,6 +101,7 @@ def columns_inside(inside, column, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
 def spread(
     x, positions, source, weights, tokens, out,
     K: tl.constexpr, D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr,
+    FILLS: tl.constexpr,
 ):  # fmt: skip
     """Writes columns of tokens to the rows of their choices: each is read once, and not by all of its rows."""
     across: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
@@ -119,10 +120,11 @@ def spread(
             row = (value.to(tl.float32) * weight[:, None]).to(value.dtype)
         to = position.to(tl.int64)[:, None] * D + column[None, :]
         tl.store(out + to, row, mask=columns_inside(position >= 0, column, D, BLOCK_D))
-        # As many rows as there are choices: this program also sees to those of the same numbers, if they hold none.
-        held = tl.load(source + choice, mask=there, other=0)
-        to = choice.to(tl.int64)[:, None] * D + column[None, :]
-        tl.store(out + to, nothing, mask=columns_inside(held < 0, column, D, BLOCK_D))
+        if FILLS:
+            # As many rows as there are choices: this program also sees to those of the same numbers, if they hold none.
+            held = tl.load(source + choice, mask=there, other=0)
+            to = choice.to(tl.int64)[:, None] * D + column[None, :]
+            tl.store(out + to, nothing, mask=columns_inside(held < 0, column, D, BLOCK_D))
 
 
 @triton.jit
@@ -180,12 +182,13 @@ def dots(
 
 @triton.jit
 def gate_gradients(
-    gate, up, d_hidden, row_weights, rows, d_gate, d_up, weighted, dots,
+    gate, up, d_hidden, row_weights, source, rows, d_gate, d_up, weighted, dots,
     N: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of both pre-activations of rows, their results times weights, and inner products."""
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    there = row < rows
+    # What rows without a choice hold is not defined, and nobody reads their gradients.
+    there = tl.load(source + row, mask=row < rows, other=-1) >= 0
     weight = tl.load(row_weights + row, mask=there, other=0.0).to(tl.float32)[:, None]
     terms = tl.zeros((BLOCK_ROWS, BLOCK_N), tl.float32)
     for first in tl.range(0, N, BLOCK_N):

@@ -83,12 +83,14 @@ class TritonMovement(Movement):
         found = _mapped(run, lambda size, experts: (_flat(experts),))(experts[None])
         return Routing(*(x[0] for x in found))
 
-    def gather(self, x: jax.Array, routing: Routing, weights: Maybe = None) -> jax.Array:
+    def gather(self, x: jax.Array, routing: Routing, weights: Maybe = None, *, fills: bool = True) -> jax.Array:
         def merge(size: int, x: jax.Array, positions: jax.Array, source: jax.Array, weights: Maybe) -> Sequence[Maybe]:
             choices = source.shape[1]
             return _flat(x), _shifted(positions, choices), _shifted(source, choices), _flat(weights)
 
-        found: jax.Array = _mapped(_gather, merge)(x, routing.positions, routing.source, weights)
+        found: jax.Array = _mapped(functools.partial(_gather, fills), merge)(
+            x, routing.positions, routing.source, weights
+        )
         return found
 
     def combine(
@@ -127,11 +129,17 @@ class TritonMovement(Movement):
         return found
 
     def gate_gradients(
-        self, activation: str, gate: jax.Array, up: jax.Array, d_hidden: jax.Array, row_weights: jax.Array
+        self,
+        activation: str,
+        gate: jax.Array,
+        up: jax.Array,
+        d_hidden: jax.Array,
+        row_weights: jax.Array,
+        source: jax.Array,
     ) -> GateGradients:
         run = functools.partial(_gate_gradients, activation)
         call = _mapped(run, lambda size, *arrays: tuple(map(_flat, arrays)))
-        return GateGradients(*call(gate, up, d_hidden, row_weights))
+        return GateGradients(*call(gate, up, d_hidden, row_weights, source))
 
 
 def _mapped(run: Callable[..., Any], merge: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,11 +228,11 @@ def _route(num_experts: int, capacity: int | None, experts: jax.Array) -> Routin
     return Routing(source, positions, group_sizes)
 
 
-def _gather(x: jax.Array, positions: jax.Array, source: jax.Array, weights: Maybe) -> jax.Array:
+def _gather(fills: bool, x: jax.Array, positions: jax.Array, source: jax.Array, weights: Maybe) -> jax.Array:
     from tilewright.kernels.permutation.triton import kernels
 
     given = _or_absent(weights, jnp.float32)
-    constants = {"WEIGHTED": weights is not None}
+    constants = {"WEIGHTED": weights is not None, "FILLS": fills}
     out = jax.ShapeDtypeStruct((source.shape[0], x.shape[1]), x.dtype)
     return _by_columns(kernels.spread, SPREAD_BYTES, [x, positions, source, given], out, positions.shape, constants)
 
@@ -287,7 +295,12 @@ def _dots(y: jax.Array, rows: jax.Array, positions: jax.Array, bias: Maybe, expe
 
 
 def _gate_gradients(
-    activation: str, gate: jax.Array, up: jax.Array, d_hidden: jax.Array, row_weights: jax.Array
+    activation: str,
+    gate: jax.Array,
+    up: jax.Array,
+    d_hidden: jax.Array,
+    row_weights: jax.Array,
+    source: jax.Array,
 ) -> tuple[jax.Array, ...]:
     from tilewright.kernels.permutation.triton import kernels
 
@@ -296,7 +309,7 @@ def _gate_gradients(
     wide = jax.ShapeDtypeStruct(gate.shape, gate.dtype)
     return launch(
         kernels.gate_gradients,
-        [gate, up, d_hidden, row_weights],
+        [gate, up, d_hidden, row_weights, source],
         [wide, wide, wide, jax.ShapeDtypeStruct((rows,), jnp.float32)],
         grid=[-(-rows // tile.rows)],
         scalars={"rows": rows},
