@@ -32,13 +32,21 @@ type Pass = Callable[[], Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Contender:
-    """Both passes of a layer, what its forward pass returns as a JAX array, and a wait for the device."""
+    """A layer.
+
+    Attributes:
+      forward, backward: both passes, the former as in training.
+      out, gradient: their results for tokens as JAX arrays.
+      wait: for the device.
+      kept: bytes that the forward pass keeps beside its operands and its result.
+    """
 
     forward: Pass
     backward: Pass
     out: Callable[[], jax.Array]
     gradient: Callable[[], jax.Array]
     wait: Callable[[Any], object]
+    kept: Callable[[], int] = lambda: 0
 
 
 def drawn(case: ExpertsCase) -> tuple[jax.Array, ...]:
@@ -68,16 +76,32 @@ def by_hand(x: Any, router: Any, gate: Any, up: Any, down: Any, k: int) -> jax.A
 
 
 def in_jax(layer: Callable[..., jax.Array], case: ExpertsCase, arrays: tuple[jax.Array, ...]) -> Contender:
+    """Both passes as programs: the forward pass does not copy the operands that the backward pass needs."""
     *operands, d_out = arrays
-    forward = jax.jit(lambda *xs: jax.vjp(functools.partial(layer, k=case.k), *xs))
-    backward = jax.jit(lambda pull_back, d_out: pull_back(d_out))
-    _, pull_back = forward(*operands)
+    trees = []
+
+    def forward(*xs: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        out, pull_back = jax.vjp(functools.partial(layer, k=case.k), *xs)
+        leaves, tree = jax.tree.flatten(pull_back)
+        sources = [next((i for i, x in enumerate(xs) if leaf is x), None) for leaf in leaves]
+        trees.append((tree, sources))
+        return out, [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
+
+    def backward(kept: list[jax.Array], d_out: jax.Array, *xs: jax.Array) -> Any:
+        tree, sources = trees[0]
+        rest = iter(kept)
+        leaves = [next(rest) if source is None else xs[source] for source in sources]
+        return jax.tree.unflatten(tree, leaves)(d_out)
+
+    run, pull = jax.jit(forward), jax.jit(backward)
+    _, kept = run(*operands)
     return Contender(
-        lambda: forward(*operands),
-        lambda: backward(pull_back, d_out),
-        lambda: forward(*operands)[0],
-        lambda: backward(pull_back, d_out)[0],
+        lambda: run(*operands),
+        lambda: pull(kept, d_out, *operands),
+        lambda: run(*operands)[0],
+        lambda: pull(kept, d_out, *operands)[0],
         jax.block_until_ready,
+        lambda: sum(x.nbytes for x in kept),
     )
 
 
@@ -187,6 +211,7 @@ def measured(case: ExpertsCase, names: list[str]) -> dict[str, Any]:
         ms = [statistics.median(each) for each in (forward, backward)]
         rates = [flops / ms[0] / 1e9, 2 * flops / ms[1] / 1e9]
         data[name] = {"forward_ms": forward, "backward_ms": backward, "tflops": rates, "apart": apart}
+        data[name]["kept_bytes"] = found.kept()
         wrong = "" if max(apart) < LIMIT else "  WRONG"
         print(f"  {name:18} {ms[0]:8.3f} {ms[1]:8.3f} ms {rates[0]:6.0f} {rates[1]:6.0f} TFLOP/s{wrong}", flush=True)
         del found
