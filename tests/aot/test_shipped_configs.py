@@ -249,6 +249,11 @@ def exactly(call: str, direction: Direction, inputs: Any) -> Any:
     return inputs.replace(precision=jax.lax.Precision.HIGHEST) if call == "exact" else inputs
 
 
+def with_indexed_rows(call: str, direction: Direction, inputs: Any) -> Any:
+    """Rows of as many tokens in the order of an index."""
+    return inputs.replace(row_index=jax.ShapeDtypeStruct((inputs.rows,), "int32"))
+
+
 def without_pre_activations(call: str, direction: Direction, inputs: Any) -> Any:
     return inputs.replace(keeps=False)
 
@@ -403,6 +408,19 @@ EVERY = (
         # The exact GELU may take 16 bytes where a consumer has two accumulators of 128 rows.
         variants(GATED, {"gated": {"rows": 8192, "k": 4096, "n": 14336, "activation": "gelu"}}),
         spills=lambda _: 16,
+    ),
+    *(
+        Shipped(
+            op,
+            backend,
+            variants(case, {"indexed": {"rows": 8192, "k": 4096, "n": 2048}}),
+            directions=("forward",),
+            changed=with_indexed_rows,
+        )
+        for op, backend, case in (
+            ("grouped_matmul", HopperGroupedMatmul(), GROUPED),
+            ("gated_grouped_matmul", HopperGatedGroupedMatmul(), GATED),
+        )
     ),
     Shipped("gated_grouped_matmul", TritonGatedGroupedMatmul(), GATED_CASES, EVERY_CARD, tuned=tuple(TRITON_PRODUCTS)),
     Shipped(

@@ -18,8 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.kernels.flash_attention.hopper import bias_gradient, dropout, scores
 from tilewright.kernels.flash_attention.hopper.scores import TileCoord
 from tilewright.kernels.hopper import panels, shared
-from tilewright.kernels.hopper.matmul import mask
+from tilewright.kernels.hopper import rows as indexed_rows
+from tilewright.kernels.hopper.matmul import kernel, mask
 from tilewright.kernels.hopper.panels import PanelRef
+from tilewright.kernels.hopper.rows import RowsOfTile
 from tilewright.kernels.hopper.types import Ref
 from tilewright.kernels.numerics.dropout import LANES, keep_elements
 
@@ -34,6 +36,8 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
     yield scores, "load_toeplitz_tile", _toeplitz_tile
     yield bias_gradient, "add_along_diagonals", _add_along_diagonals
     yield mask, "zero_rows", _zero_rows
+    yield kernel, "sources_of_tile", _sources_of_tile
+    yield indexed_rows, "copy_rows", _copy_rows
 
 
 @contextlib.contextmanager
@@ -57,6 +61,23 @@ def _zero_rows(tile: Ref, first: Any) -> None:
         row = plgpu.broadcasted_iota(jnp.int32, panel.shape, 0, layout=plgpu.Layout.WGMMA)
         values = plgpu.load(panel, layout=plgpu.Layout.WGMMA, optimized=False)
         panel[...] = jnp.where(row < first, values, jnp.zeros_like(values))
+
+
+def _sources_of_tile(index: Ref, first: Any, end: Any, rows: int) -> jax.Array:
+    row = first + jnp.arange(rows)
+    found = jnp.take(index[...], jnp.minimum(row, index.shape[0] - 1))
+    return jnp.where(row < end, found, -1)
+
+
+def _copy_rows(rows: RowsOfTile, tile: Ref, barrier: Any) -> None:
+    """By stores of the threads, without a fence: the consumers have theirs."""
+    assert isinstance(tile, PanelRef)
+    (panel,), array = tile.operands, rows.array[...]
+    column = rows.start + jnp.arange(panel.shape[1])
+    is_inside = (rows.sources >= 0)[:, None] & (column < array.shape[1])
+    found = array[jnp.maximum(rows.sources, 0)[:, None], jnp.minimum(column, array.shape[1] - 1)]
+    panel[...] = jnp.where(is_inside, found, jnp.zeros_like(found))
+    plgpu.barrier_arrive(barrier)
 
 
 def _bits(key: tuple[jax.Array, jax.Array], coord: TileCoord, threshold: int) -> jax.Array:

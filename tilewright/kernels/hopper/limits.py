@@ -61,7 +61,11 @@ REGISTERS = MappingProxyType({2: RegisterSplit(240, 24), 3: RegisterSplit(160, 3
 # Each split of three warpgroups adds up to 504, those of four to 512. More is not an error but a hang: setmaxnreg waits
 # for registers that no warpgroup releases (208 + 208 + 96 in three warpgroups, docs/notes/hopper_attention.md).
 NARROW_REGISTERS = RegisterSplit(232, 40)
-"""The split of two consumers whose accumulators are narrow, and which leave registers to the producer."""
+"""The split of two consumers that leave registers to a producer which needs more: their accumulators are narrow, or its
+threads copy up to `MAX_INDEXED_ROWS` rows of a tile."""
+
+MAX_INDEXED_ROWS = 128
+"""Rows of a tile that an index names: with more, a producer of 40 or 56 registers spills."""
 
 PUSH_REGISTERS = RegisterSplit(224, 56)
 """The split of two consumers and a producer that sends to other devices besides."""

@@ -221,9 +221,16 @@ class Ring:
         when(self._position(step) >= self.plan.num_stages, functools.partial(self.wait_released, step))
 
     def load_from_dram(
-        self, step: Scalar, *sources: Ref, owner: Scalar | None = None, layout: Any = None
+        self,
+        step: Scalar,
+        *sources: Ref | Callable[[Ref, Ref], None],
+        owner: Scalar | None = None,
+        layout: Any = None,
     ) -> jax.Array | None:
         """Producer: starts the load of a stage, from a sliced reference in global memory for each of its copies.
+
+        In place of a reference there may be a function of the tile and of the barrier, which starts copies of threads
+        that arrive on it when they are complete.
 
         With TMA it waits until the slot is empty, and starts the copies, in the order of ``RingPlan.targets``. With
         ``writers`` it loads this warpgroup's part into registers, in ``layout``, and waits for nothing: the slot is
@@ -240,8 +247,12 @@ class Ring:
         # Each copy arrives by itself and announces its own bytes, so ``full`` completes when the last one has landed,
         # in whatever order they do.
         for (number, target), source in zip(self.plan.targets, sources, strict=True):
+            tile = self.stages[number].at[(slot, *target)]
+            if callable(source):
+                source(tile, loaded)
+                continue
             axis = CLUSTER_AXIS if self.plan.parts[number].multicast and self.plan.cluster > 1 else None
-            load_tile(source, self.stages[number].at[(slot, *target)], loaded, axis)
+            load_tile(source, tile, loaded, axis)
         return None
 
     def copy_to_shared(

@@ -32,7 +32,7 @@ def matrix_bounds(inputs: MatmulInputs) -> tuple[Any, Any]:
     """The first row of each matrix and the row behind its last: those of its group, and none if there is no such."""
     group_sizes, group_offset, matrices = inputs.group_sizes, inputs.group_offset, inputs.rhs.shape[0]
     assert group_sizes is not None
-    starts, ends = row_bounds(group_sizes, inputs.lhs.shape[0])
+    starts, ends = row_bounds(group_sizes, inputs.rows)
     if group_offset is None:
         return starts, ends
     # A hostile offset plus an index may wrap around, but only to another number that is not a group.

@@ -44,6 +44,8 @@ class MatmulInputs(OpInputs):
       activation: of a gated op.
       transpose_lhs: only without groups and without a gate.
       keeps: False to a forward pass whose pre-activations are not used.
+      row_index: with groups, the rows that are multiplied: row r is row ``row_index[r]`` of lhs, or zeros where that is
+        negative; ``None`` for those of lhs itself. For another op's call of a backend that gathers.
     """
 
     lhs: Float[Array, "..."]
@@ -54,6 +56,7 @@ class MatmulInputs(OpInputs):
     group_offset: Int32[Array, ""] | None = None
     lhs_scale: Float[Array, "*_"] | None = array(default=None, gradient=False)
     rhs_scale: Float[Array, "*_"] | None = array(default=None, gradient=False)
+    row_index: Int32[Array, " rows"] | None = array(default=None, role="stage")
     activation: str | None = static(default=None)
     transpose_lhs: bool = static(default=False)
     transpose_rhs: bool = static(default=False)
@@ -81,6 +84,8 @@ class MatmulInputs(OpInputs):
     def leading(self) -> tuple[int, ...]:
         """The dimensions of the result before n."""
         k_axis, _ = self.k_axes
+        if self.row_index is not None:
+            return tuple(self.row_index.shape)
         return tuple(size for axis, size in enumerate(self.lhs.shape) if axis != k_axis)
 
     @functools.cached_property
@@ -112,8 +117,8 @@ class MatmulInputs(OpInputs):
 
     @functools.cached_property
     def is_empty(self) -> bool:
-        """True if an operand has no elements."""
-        return 0 in (*self.lhs.shape, *self.rhs.shape)
+        """True if an operand or the result has no elements."""
+        return 0 in (*self.leading, *self.lhs.shape, *self.rhs.shape)
 
     @functools.cached_property
     def num_results(self) -> int:

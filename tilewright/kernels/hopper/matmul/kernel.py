@@ -12,7 +12,7 @@ from jax import lax
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
-from tilewright.kernels.hopper.limits import REGISTERS, RegisterSplit
+from tilewright.kernels.hopper.limits import NARROW_REGISTERS, REGISTERS, RegisterSplit
 from tilewright.kernels.hopper.matmul.epilogue import Columns, Epilogue, Place
 from tilewright.kernels.hopper.matmul.mask import mask_step
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
@@ -21,13 +21,14 @@ from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, S
 from tilewright.kernels.hopper.matmul.store import store_tile
 from tilewright.kernels.hopper.panels import PanelRef, mma
 from tilewright.kernels.hopper.ring import CLUSTER_AXIS, Ring, when
+from tilewright.kernels.hopper.rows import IndexedRows, RowsOfTile, sources_of_tile
 from tilewright.kernels.hopper.tiles import store_unoptimised
 from tilewright.kernels.hopper.turns import TurnsPlan
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 
 class Factors(NamedTuple):
-    """An lhs, and the operands of rhs that it is multiplied with, each of which has an accumulator."""
+    """An lhs, `IndexedRows` or an array, and the operands of rhs, each of which has an accumulator."""
 
     lhs: Any
     rhs: tuple[Any, ...]
@@ -79,7 +80,13 @@ class MatmulContext:
     @property
     def registers(self) -> RegisterSplit | None:
         """Registers of a thread by its role, or None: all have as many."""
-        return self.split or REGISTERS.get(self.plan.params.consumers)
+        by_consumers = {2: NARROW_REGISTERS} if self.gathers else REGISTERS
+        return self.split or by_consumers.get(self.plan.params.consumers)
+
+    @property
+    def gathers(self) -> bool:
+        """True if the rows of lhs are those that an index names."""
+        return isinstance(self.operands.products[0].lhs, IndexedRows)
 
     @property
     def schedule(self) -> Schedule:
@@ -215,9 +222,13 @@ def produce_item(
     first_column = work.column if work.rhs_column is None else work.rhs_column
     first_row = work.row if work.lhs_row is None else work.lhs_row
 
-    def load(factors: Factors, first: Scalar, step: Scalar, _: None) -> None:
+    def load(factors: Factors, found: jax.Array | None, first: Scalar, step: Scalar, _: None) -> None:
         k = work.k + step * plan.lhs.block_k
-        sources = [*plan.lhs.slices(factors.lhs, work.matrix, first_row, k, lhs_part)]
+        sources: list[Any]
+        if found is None:
+            sources = [*plan.lhs.slices(factors.lhs, work.matrix, first_row, k, lhs_part)]
+        else:
+            sources = [RowsOfTile(factors.lhs.array, found, k)]
         for layout, ref, part in zip(plan.rhs, factors.rhs, rhs_parts, strict=True):
             sources += layout.slices(ref, work.matrix, first_column, k, part)
         # One wait for the slot, then all operands of the step: they are released together, too.
@@ -227,7 +238,12 @@ def produce_item(
 
     # The consumers do not know of several products: for them an item has that many more steps.
     for number, factors in enumerate(products):
-        lax.fori_loop(0, steps, functools.partial(load, factors, first + number * steps), None)
+        found = None
+        if context.gathers:
+            assert work.row_end is not None  # the rows are in groups
+            # Once for an item: the sources stay in registers over its steps.
+            found = sources_of_tile(factors.lhs.index, first_row, work.row_end, plan.params.block_m)
+        lax.fori_loop(0, steps, functools.partial(load, factors, found, first + number * steps), None)
 
 
 def run_consumer(context: MatmulContext) -> None:
@@ -292,6 +308,9 @@ def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators:
             # 0.915 at 64 groups, 1.255 for 1.241 at 8.
             pl.when(index == work.steps - 1)(lambda: turns.pass_on(context.warpgroup))
         stages.load_from_shared(step, owner)
+        if context.gathers:
+            # wgmma reads through the async proxy what threads have copied, and which they complete without a fence.
+            plgpu.commit_smem()
         if work.k_end is not None:
             mask_step(context, step, work.k_end - (work.k + index * plan.lhs.block_k))
         issue(context, stages, step, accumulators)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from tilewright.kernels.hopper.device import device_reasons, num_sms
-from tilewright.kernels.hopper.limits import TMA_STRIDE_BYTES, WGMMA_M
+from tilewright.kernels.hopper.limits import MAX_INDEXED_ROWS, TMA_STRIDE_BYTES, WGMMA_M
 from tilewright.kernels.hopper.matmul.heuristics import dense_candidates, reduction_candidates, rows_candidates
 from tilewright.kernels.hopper.matmul.operands import NARROW_DTYPES, operand_reasons
 from tilewright.kernels.hopper.matmul.params import MatmulParams
@@ -46,6 +46,8 @@ class _HopperBackend(MatmulBackend[MatmulParams, Any], abc.ABC):
 
     def reasons(self, inputs: MatmulInputs, device: Device, direction: Direction) -> list[str]:
         reasons, dtypes = device_reasons(device), {name: x.dtype for name, x in inputs.operands.items()}
+        if inputs.row_index is not None and (direction == "backward" or _is_narrow(inputs)):
+            reasons.append("rows are gathered forward alone, and in 16 bits")
         if _is_narrow(inputs):
             reasons += operand_reasons(dtypes, inputs.out_dtype, {"k": inputs.k}, NARROW_DTYPES)
             reasons += operand_reasons({}, inputs.out_dtype, {"n": inputs.n})
@@ -73,7 +75,8 @@ class _HopperBackend(MatmulBackend[MatmulParams, Any], abc.ABC):
         if direction == "forward":
             if is_dense:
                 return dense_candidates(m, n, k, sms, accumulators=count)
-            return rows_candidates(m, groups, n, k, sms, accumulators=count)
+            listed = rows_candidates(m, groups, n, k, sms, accumulators=count)
+            return [params for params in listed if not _index_reasons(inputs, params)]
         of_weight = (n, k) if inputs.transpose_rhs else (k, n)
         # All products of the gradient of lhs are in one kernel, of so many times as many steps.
         if is_dense:
@@ -90,7 +93,8 @@ class _HopperBackend(MatmulBackend[MatmulParams, Any], abc.ABC):
             assert isinstance(params, MatmulParams)
             if params.turns or params.block_n % SCALE_BLOCK or params.consumer_rows != WGMMA_M:
                 return [f"sums of float8 are of 64 rows and {SCALE_BLOCK} columns each, got {params}"]
-        return plan_reasons(lambda: self.footprints(inputs, device, direction, params))
+        reasons = _index_reasons(inputs, params) if direction == "forward" else []
+        return reasons + plan_reasons(lambda: self.footprints(inputs, device, direction, params))
 
     def footprints(
         self, inputs: MatmulInputs, device: Device, direction: Direction, params: Any
@@ -109,6 +113,13 @@ def _is_narrow(inputs: MatmulInputs) -> bool:
     """True for the operands of 8 bits that its kernels take: those of a grouped matmul without a gate."""
     is_grouped = inputs.group_sizes is not None and inputs.up is None
     return is_grouped and 1 in (inputs.lhs.dtype.itemsize, inputs.rhs.dtype.itemsize)
+
+
+def _index_reasons(inputs: MatmulInputs, params: MatmulParams) -> list[str]:
+    """The reason why a forward kernel cannot gather its rows, if it does."""
+    if inputs.row_index is None or params.block_m <= MAX_INDEXED_ROWS:
+        return []
+    return [f"a tile has up to {MAX_INDEXED_ROWS} rows that an index names, got {params}"]
 
 
 class HopperMatmul(_HopperBackend):

@@ -19,6 +19,7 @@ from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
 from tilewright.kernels.hopper.matmul.scaled import SCALE_BLOCK, Scales
 from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, RaggedRowsSchedule
+from tilewright.kernels.hopper.rows import IndexedRows
 from tilewright.kernels.matmul.backend import Products
 from tilewright.kernels.matmul.groups import matrix_bounds, row_segments, row_tiles
 from tilewright.kernels.matmul.inputs import MatmulInputs
@@ -36,7 +37,7 @@ class HopperProducts(Products, abc.ABC):
     def __init__(self, inputs: MatmulInputs, params: Any) -> None:
         self.inputs = inputs
         self.params = params
-        self.lhs = inputs.lhs if inputs.transpose_lhs else inputs.lhs.reshape(inputs.rows, inputs.k)
+        self.lhs = inputs.lhs if inputs.transpose_lhs else inputs.lhs.reshape(-1, inputs.k)
         self.weights = tuple(inputs.weights.values())
 
     @property
@@ -89,8 +90,9 @@ class GroupedProducts(HopperProducts):
     def forward(self) -> list[jax.Array]:
         inputs = self.inputs
         scales = scales_of(inputs, self.params) if inputs.lhs.dtype.itemsize == 1 else None
+        rows = self.lhs if inputs.row_index is None else IndexedRows(self.lhs, inputs.row_index)
         return rows_by_matrices(
-            [Factors(self.lhs, self.weights)],
+            [Factors(rows, self.weights)],
             self.bounds,
             self.params,
             inputs.out_dtype,
@@ -160,7 +162,8 @@ def rows_by_matrices(
     """Rows times their group's matrix, summed over the products; zeros for rows without one.
 
     Args:
-      products: rows, ``[rows, k]``, and matrices, each of which gives the epilogue an accumulator; all of one shape.
+      products: rows, ``[rows, k]`` or `IndexedRows`, and matrices, each of which gives the epilogue an accumulator; all
+        of one shape.
       bounds: first row of each matrix, and the row behind its last.
       k_first: whether a matrix is ``[k, n]``, not ``[n, k]``.
       has_offset: whether there may be rows before the first matrix's.
