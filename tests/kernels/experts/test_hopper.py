@@ -2,18 +2,19 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 
 from tests.kernels.conftest import H100
-from tests.kernels.experts.conformance import ExpertsConformance
+from tests.kernels.experts.conformance import CASES, ExpertsConformance, inputs_of
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.experts.cases import ExpertsCase
 from tilewright.kernels.experts.hopper import HopperExperts
 from tilewright.kernels.experts.inputs import ExpertsInputs
 from tilewright.kernels.experts.params import ExpertsBackwardParams, ExpertsForwardParams
+from tilewright.kernels.experts.xla import XlaExperts
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.matmul.hopper import products
 from tilewright.kernels.matmul.hopper.params import HopperGatedBackwardParams, HopperGroupedBackwardParams
@@ -34,17 +35,40 @@ def few_sms() -> Iterator[None]:
 
 
 class TestHopper(ExpertsConformance):
-    """Two consumers, and a cluster along the rows."""
+    """Two consumers, and a cluster along the rows, which the matmul gathers."""
 
     backend = HopperExperts()
     device = H100
     machine = staticmethod(interpret_mosaic)
+    gathers: ClassVar[bool] = True
 
     def adapted(self, case: ExpertsCase) -> ExpertsCase:
         return dataclasses.replace(case, dtype="float16" if case.dtype == "float16" else "bfloat16")
 
     def params(self, inputs: ExpertsInputs) -> tuple[Any, Any]:
         backward = HopperGatedBackwardParams(_PAIR, _PAIR)
-        return ExpertsForwardParams(_PAIR, _PAIR), ExpertsBackwardParams(
-            _PAIR, backward, HopperGroupedBackwardParams(_PAIR, _PAIR)
-        )
+        of_grouped = HopperGroupedBackwardParams(_PAIR, _PAIR)
+        forward = ExpertsForwardParams(_PAIR, _PAIR, gathers=self.gathers)
+        return forward, ExpertsBackwardParams(_PAIR, backward, of_grouped)
+
+
+class TestCopiedRows(TestHopper):
+    """The same of rows that are copied before."""
+
+    cases = CASES[1:2]
+    repeated = CASES[1]
+    poisons = ("dropped",)
+    gathers = False
+
+
+def test_both_ways_are_candidates():
+    """First the one that gathers; and by a backend without such a matmul it is declined."""
+    inputs = inputs_of(dataclasses.replace(CASES[1], tokens=4096, d=512, n=256)).structs
+    backend, other = HopperExperts(), XlaExperts()
+    listed = list(backend.candidates(inputs, H100, "forward"))
+    assert [params.gathers for params in listed[:4]] == [True, False, True, False]
+    assert not any(backend.config_reasons(inputs, H100, "forward", params) for params in listed)
+    (first, *_) = listed_other = list(other.candidates(inputs, H100, "forward"))
+    assert not any(params.gathers for params in listed_other)
+    found = other.config_reasons(inputs, H100, "forward", dataclasses.replace(first, gathers=True))
+    assert found == ["its matmuls take rows that were copied"]

@@ -15,6 +15,7 @@ class HopperExperts(ExpertsBackend):
 
     name: ClassVar[str] = "hopper"
     platform: ClassVar[Platform] = Platform.PALLAS
+    gathers: ClassVar[bool] = True
 
     def movement(self) -> Movement:
         return MOVEMENTS[Platform.XLA if unavailable(current_device()) else Platform.TRITON]

@@ -113,9 +113,15 @@ class ExpertsInputs(OpInputs):
         shapes = {"x": self.d, "weights": self.k, "experts": self.k}
         return self.replace(**{name: reshape(self.arrays[name], (self.tokens, size)) for name, size in shapes.items()})
 
-    def gated_matmul(self, rows: Any, group_sizes: Any) -> MatmulInputs:
-        """The gated matmul of the rows of experts; without a gate if it is not one call."""
-        matmul = MatmulInputs(rows, self.gate, out_dtype=self.out_dtype, group_sizes=group_sizes, keeps=self.keeps)
+    def gated_matmul(self, rows: Any, group_sizes: Any, row_index: jax.Array | None = None) -> MatmulInputs:
+        """The gated matmul of the rows of experts; without a gate if it is not one call.
+
+        Args:
+          row_index: the token of each row, for tokens in place of rows.
+        """
+        matmul = MatmulInputs(
+            rows, self.gate, out_dtype=self.out_dtype, group_sizes=group_sizes, row_index=row_index, keeps=self.keeps
+        )
         return matmul.replace(up=self.up, activation=self.activation) if self.is_fused else matmul
 
     def d_gated_matmul(self, rows: Any, group_sizes: Any) -> MatmulInputs:
@@ -134,12 +140,13 @@ class ExpertsInputs(OpInputs):
     def abstract_matmuls(self) -> dict[str, MatmulInputs]:
         """The matmuls of both passes with shapes and dtypes in place of arrays."""
         inputs: ExpertsInputs = self.structs
-        rows = jax.ShapeDtypeStruct((self.choices, self.d), self.x.dtype)
+        rows, tokens = (jax.ShapeDtypeStruct((size, self.d), self.x.dtype) for size in (self.choices, self.tokens))
         hidden = jax.ShapeDtypeStruct((self.choices, self.n), self.out_dtype)
         d_out = jax.ShapeDtypeStruct((self.choices, self.d), self.out_dtype)
-        sizes = jax.ShapeDtypeStruct((self.num_experts,), jnp.int32)
+        index, sizes = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (self.choices, self.num_experts))
         return {
             "gated": inputs.gated_matmul(rows, sizes),
+            "gathering": inputs.gated_matmul(tokens, sizes, index),  # type: ignore[arg-type]
             "d_gated": inputs.d_gated_matmul(rows, sizes),
             "down": inputs.down_matmul(hidden, sizes),
             "hidden": inputs.hidden_gradient(d_out, sizes),

@@ -14,10 +14,13 @@ class ExpertsForwardParams:
     Attributes:
       gated: of ``gated_grouped_matmul`` in the same language, or of ``grouped_matmul`` if there are biases.
       down: of ``grouped_matmul``.
+      gathers: whether the first matmul takes the tokens as they are, and loads the rows of experts from them; else
+        these are copied before.
     """
 
     gated: Any
     down: Any
+    gathers: bool = False
 
 
 @stable_id("tilewright/experts.BackwardParams")
