@@ -135,7 +135,7 @@ class ExpertsBackend(Backend[ExpertsInputs, ExpertsResults, ExpertsForwardParams
         if params.gathers:
             matmul = inputs.gated_matmul(inputs.x, routing.group_sizes, routing.source // inputs.k)
         else:
-            matmul = inputs.gated_matmul(movement.gather(inputs.x, routing), routing.group_sizes)
+            matmul = inputs.gated_matmul(movement.gather(inputs.x, routing, fills=False), routing.group_sizes)
         hidden, gate, up = self._hidden(inputs, matmul, routing, params)
         rows = self.grouped.forward(inputs.down_matmul(hidden, routing.group_sizes), params.down).out
         out = movement.combine(

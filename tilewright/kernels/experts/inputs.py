@@ -120,7 +120,13 @@ class ExpertsInputs(OpInputs):
           row_index: the token of each row, for tokens in place of rows.
         """
         matmul = MatmulInputs(
-            rows, self.gate, out_dtype=self.out_dtype, group_sizes=group_sizes, row_index=row_index, keeps=self.keeps
+            rows,
+            self.gate,
+            out_dtype=self.out_dtype,
+            group_sizes=group_sizes,
+            row_index=row_index,
+            fills=False,
+            keeps=self.keeps,
         )
         return matmul.replace(up=self.up, activation=self.activation) if self.is_fused else matmul
 
@@ -130,7 +136,7 @@ class ExpertsInputs(OpInputs):
         return self.gated_matmul(rows, group_sizes).replace(up=self.up, activation=activation)
 
     def down_matmul(self, hidden: Any, group_sizes: Any) -> MatmulInputs:
-        return MatmulInputs(hidden, self.down, out_dtype=self.out_dtype, group_sizes=group_sizes)
+        return MatmulInputs(hidden, self.down, out_dtype=self.out_dtype, group_sizes=group_sizes, fills=False)
 
     def hidden_gradient(self, d_out: Any, group_sizes: Any) -> MatmulInputs:
         """The matmul of the rows' cotangents with the transposed matrices of the second half."""

@@ -51,15 +51,18 @@ def owned(starts: jax.Array, ends: jax.Array, rows: int) -> jax.Array:
 
 
 def row_segments(
-    starts: jax.Array, ends: jax.Array, rows: int, has_offset: bool
+    starts: jax.Array, ends: jax.Array, rows: int, has_offset: bool, fills: bool = True
 ) -> tuple[Int32[Array, " segments"], Int32[Array, " segments"], Int32[Array, " segments"]]:
     """All rows, in disjoint segments: first row, row behind the last, and the matrix, -1 for rows without one.
 
     Args:
       starts, ends: of `matrix_bounds`. Rows before the first matrix's and behind the last one's are two more segments.
       has_offset: whether there may be rows before the first matrix's.
+      fills: whether rows without a matrix are in segments, too.
     """
     which = jnp.arange(starts.shape[0], dtype=jnp.int32)
+    if not fills:
+        return starts, ends, which
     if not has_offset:
         parts = [starts, ends[-1:]], [ends, jnp.full(1, rows, jnp.int32)], [which, jnp.full(1, -1, jnp.int32)]
     else:

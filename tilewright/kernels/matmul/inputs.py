@@ -43,6 +43,7 @@ class MatmulInputs(OpInputs):
         without a gate alone.
       activation: of a gated op.
       transpose_lhs: only without groups and without a gate.
+      fills: False where results of rows without a matrix may be anything, and not zeros.
       keeps: False to a forward pass whose pre-activations are not used.
       row_index: with groups, the rows that are multiplied: row r is row ``row_index[r]`` of lhs, or zeros where that is
         negative; ``None`` for those of lhs itself. For another op's call of a backend that gathers.
@@ -61,6 +62,7 @@ class MatmulInputs(OpInputs):
     transpose_lhs: bool = static(default=False)
     transpose_rhs: bool = static(default=False)
     precision: Any = static(default=None)
+    fills: bool = static(default=True, role="stage")
     keeps: bool = static(default=True, role="stage")
 
     @functools.cached_property

@@ -98,6 +98,7 @@ class GroupedProducts(HopperProducts):
             inputs.out_dtype,
             k_first=not inputs.transpose_rhs,
             has_offset=inputs.group_offset is not None,
+            fills=inputs.fills,
             results=self.inputs.num_results,
             epilogue=self.epilogue,
             scales=scales,
@@ -112,6 +113,7 @@ class GroupedProducts(HopperProducts):
             inputs.lhs.dtype,
             k_first=inputs.transpose_rhs,
             has_offset=inputs.group_offset is not None,
+            fills=inputs.fills,
         )
         return gradient
 
@@ -155,6 +157,7 @@ def rows_by_matrices(
     *,
     k_first: bool,
     has_offset: bool,
+    fills: bool = True,
     results: int = 1,
     epilogue: Epilogue = AsSummed(),
     scales: Scales | None = None,
@@ -167,6 +170,7 @@ def rows_by_matrices(
       bounds: first row of each matrix, and the row behind its last.
       k_first: whether a matrix is ``[k, n]``, not ``[n, k]``.
       has_offset: whether there may be rows before the first matrix's.
+      fills: whether rows without a matrix get zeros; else they may hold anything.
       scales: of operands of 8 bits.
       results: arrays of ``[rows, n]`` that the epilogue gives.
     """
@@ -176,7 +180,7 @@ def rows_by_matrices(
     plan = rows_plan(rows.dtype, matrices[0].shape, params, out_dtype, k_first=k_first, count=len(matrices))
     # A tile of rows is a cluster's: its CTAs share the tiles of one matrix.
     block = params.block_m * params.cluster_m
-    tiles = row_tiles(*row_segments(*bounds, size, has_offset), size, block)
+    tiles = row_tiles(*row_segments(*bounds, size, has_offset, fills), size, block)
     steps = -(-k // plan.lhs.block_k) * len(products)
     schedule = RaggedRowsSchedule(*tiles, n, steps, plan.tile)
     out = [jax.ShapeDtypeStruct((size, n), out_dtype)] * results

@@ -67,7 +67,9 @@ class TritonProducts(Products):
     def _over_rows(self, run: Callable[[Any, Any], Any], rows: Sequence[jax.Array]) -> Any:
         """``run`` of rows, their segments and the matrices, each with a batch of one."""
         inputs = self.inputs
-        segments = row_segments(*matrix_bounds(inputs), inputs.lhs.shape[0], inputs.group_offset is not None)
+        segments = row_segments(
+            *matrix_bounds(inputs), inputs.lhs.shape[0], inputs.group_offset is not None, inputs.fills
+        )
         mapped = [each[None] for each in (*rows, *segments)]
         weights = tuple(each[None] for each in inputs.weights.values())
         return over_batch(run, mapped, weights if len(weights) > 1 else weights[0])
