@@ -48,10 +48,11 @@ def layer(x: Any, logits: Any, gate: Any, up: Any, down: Any, *, k: int, **optio
     return found
 
 
-def times(case: ExpertsCase, run: Callable[..., jax.Array], arrays: tuple[jax.Array, ...]) -> dict[str, Any]:
+def times(case: ExpertsCase, layer: Callable[..., jax.Array], arrays: tuple[jax.Array, ...]) -> dict[str, Any]:
     """Samples in milliseconds and rates of an inference, of a training's forward pass and of its backward pass."""
     *operands, _ = arrays
-    found, inference = in_jax(run, case, arrays), jax.jit(functools.partial(run, k=case.k))
+    run = functools.partial(layer, k=case.k)
+    found, inference = in_jax(run, arrays), jax.jit(run)
     passes = {"inference": lambda: inference(*operands), "forward": found.forward, "backward": found.backward}
     for each in passes.values():
         found.wait(each())

@@ -1,9 +1,9 @@
-"""Whole layers of experts on a GPU, router included: ``moe_mlp`` beside SonicMoE, torch and a layer written by hand.
+"""The layer of experts on a GPU, behind the router: ``moe_mlp`` beside layers written by hand, in JAX and in torch.
 
 Forward as in training, with what the backward pass needs, and backward alone; milliseconds of queued calls and
-TFLOP/s of 6 and of 12 · tokens · k · d · n. Choices are those of a random router, alike for all experts, or by Zipf's
-law. "hand" is a sort, gathers, ``gated_grouped_matmul`` and ``grouped_matmul`` of this package; "torch" the same with
-``torch._grouped_mm``. SonicMoE runs if it can be imported. ``python -m benchmarks.experts``, or with names of cases.
+TFLOP/s of 6 and of 12 · tokens · k · d · n. Experts are chosen alike, or by Zipf's law. "hand" is a sort, gathers,
+``gated_grouped_matmul`` and ``grouped_matmul`` of this package; "torch" the same with ``torch._grouped_mm``.
+``python -m benchmarks.experts``, or with names of cases.
 """
 
 import argparse
@@ -12,14 +12,14 @@ import functools
 import importlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.common import record
-from benchmarks.step_models import experts_of_today
+from benchmarks.step_models import experts_by_hand
 from tilewright.kernels.experts.cases import CASES, ExpertsCase
 from tilewright.modules import moe_mlp, top_k_router
 
@@ -50,38 +50,27 @@ class Contender:
 
 
 def drawn(case: ExpertsCase) -> tuple[jax.Array, ...]:
-    """Tokens, router, gate, up, down and cotangents; tokens begin with a 1, so that the router can prefer experts."""
-    keys, bf16 = jax.random.split(jax.random.key(0), 6), jnp.bfloat16
+    """Tokens, weights, three matrices, cotangents and, last, the experts of each token."""
+    keys = jax.random.split(jax.random.key(0), 6)
     e, d, n = case.num_experts, case.d, case.n
-    x = jax.random.normal(keys[0], (case.tokens, d), jnp.float32).at[:, 0].set(1.0)
-    router = jax.random.normal(keys[1], (d, e), jnp.float32) * d**-0.5
-    router = router.at[0].set(-case.zipf * jnp.log1p(jnp.arange(e, dtype=jnp.float32)))
-    matrices = [
-        jax.random.normal(key, (e, *shape), jnp.float32) * shape[0] ** -0.5
-        for key, shape in zip(keys[2:5], ((d, n), (d, n), (n, d)), strict=True)
-    ]
-    d_out = jax.random.normal(keys[5], (case.tokens, d), jnp.float32)
-    return tuple(each.astype(bf16) for each in (x, router, *matrices, d_out))
+    shapes = ((case.tokens, d), (e, d, n), (e, d, n), (e, n, d), (case.tokens, d))
+    scales = (1.0, d**-0.5, d**-0.5, n**-0.5, 1.0)
+    x, *matrices, d_out = (
+        (scale * jax.random.normal(key, shape, jnp.float32)).astype(jnp.bfloat16)
+        for key, shape, scale in zip(keys, shapes, scales, strict=False)
+    )
+    logits = jax.random.gumbel(keys[5], (case.tokens, e)) - case.zipf * jnp.log1p(jnp.arange(e, dtype=jnp.float32))
+    weights, experts = top_k_router(logits, case.k)
+    return x, weights, *matrices, d_out, experts
 
 
-def ours(x: Any, router: Any, gate: Any, up: Any, down: Any, k: int, **options: Any) -> jax.Array:
-    weights, experts = top_k_router(jnp.matmul(x, router, preferred_element_type=jnp.float32), k)
-    found: jax.Array = moe_mlp(x, weights, experts, gate, up, down, **options)
-    return found
-
-
-def by_hand(x: Any, router: Any, gate: Any, up: Any, down: Any, k: int) -> jax.Array:
-    logits = jnp.matmul(x, router, preferred_element_type=jnp.float32)
-    return experts_of_today(x, logits, gate, up, down, k)
-
-
-def in_jax(layer: Callable[..., jax.Array], case: ExpertsCase, arrays: tuple[jax.Array, ...]) -> Contender:
+def in_jax(layer: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> Contender:
     """Both passes as programs: the forward pass does not copy the operands that the backward pass needs."""
     *operands, d_out = arrays
     trees = []
 
     def forward(*xs: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        out, pull_back = jax.vjp(functools.partial(layer, k=case.k), *xs)
+        out, pull_back = jax.vjp(layer, *xs)
         leaves, tree = jax.tree.flatten(pull_back)
         sources = [next((i for i, x in enumerate(xs) if leaf is x), None) for leaf in leaves]
         trees.append((tree, sources))
@@ -109,12 +98,21 @@ def _torch() -> Any:
     return importlib.import_module("torch")
 
 
-def in_torch(case: ExpertsCase, arrays: tuple[jax.Array, ...], layer: Callable[..., Any]) -> Contender:
-    """A layer of torch's tensors ``layer(x, router, gate, up, down, k)``, all of which have gradients."""
+def in_torch(arrays: Sequence[jax.Array]) -> Contender:
+    """The layer that PyTorch users write with its grouped matmul."""
     torch = _torch()
-    *operands, d_out = (torch.from_dlpack(x) for x in arrays)
+    *operands, d_out, experts = (torch.from_dlpack(x) for x in arrays)
     leaves = [x.clone().requires_grad_() for x in operands]
-    run = functools.partial(layer, case.k)
+
+    def run(x: Any, weights: Any, gate: Any, up: Any, down: Any) -> Any:
+        order = experts.reshape(-1).argsort(stable=True)
+        ends = torch.bincount(experts.reshape(-1), minlength=gate.shape[0]).cumsum(0).to(torch.int32)
+        token = order // experts.shape[1]
+        rows = x[token]
+        hidden = torch.nn.functional.silu(torch._grouped_mm(rows, gate, ends)) * torch._grouped_mm(rows, up, ends)
+        out = torch._grouped_mm(hidden, down, ends) * weights.reshape(-1)[order, None].to(x.dtype)
+        return torch.zeros_like(x).index_add(0, token, out)
+
     out = run(*leaves)
 
     def backward() -> Any:
@@ -132,43 +130,16 @@ def in_torch(case: ExpertsCase, arrays: tuple[jax.Array, ...], layer: Callable[.
     )  # fmt: skip
 
 
-def torch_layer(k: int, x: Any, router: Any, gate: Any, up: Any, down: Any) -> Any:
-    """The layer that PyTorch users write with its grouped matmul."""
-    torch = _torch()
-    weights, experts = (x.float() @ router.float()).topk(k, dim=-1)
-    order = experts.reshape(-1).argsort(stable=True)
-    ends = torch.bincount(experts.reshape(-1), minlength=gate.shape[0]).cumsum(0).to(torch.int32)
-    rows = x[order // k]
-    hidden = torch.nn.functional.silu(torch._grouped_mm(rows, gate, ends)) * torch._grouped_mm(rows, up, ends)
-    out = torch._grouped_mm(hidden, down, ends) * weights.softmax(-1).reshape(-1)[order, None].to(x.dtype)
-    return torch.zeros_like(x).index_add(0, order // k, out)
+def contenders(names: list[str]) -> dict[str, Callable[[Sequence[jax.Array]], Contender]]:
+    def jax_layer(layer: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> Contender:
+        *operands, experts = arrays
+        return in_jax(lambda x, weights, *matrices: layer(x, weights, experts, *matrices), operands)
 
-
-def sonic_layer(k: int, x: Any, router: Any, w1: Any, w2: Any) -> Any:
-    sonicmoe: Any = importlib.import_module("sonicmoe")
-    stream = _torch().cuda.current_stream().cuda_stream
-    return sonicmoe.moe_TC_softmax_topk_layer(x, router, w1, None, w2, None, k, stream, concat_layout=True)[0]
-
-
-def sonic(case: ExpertsCase, arrays: tuple[jax.Array, ...]) -> Contender:
-    """SonicMoE with its own layouts: ``[2n, d, experts]`` and ``[d, n, experts]``, an expert's matrix in one piece."""
-    x, router, gate, up, down, d_out = arrays
-    both = jnp.concatenate([gate, up], axis=2).swapaxes(1, 2)
-    own = (x, router.T.copy(), both, down.swapaxes(1, 2).copy(), d_out)
-
-    def layer(k: int, x: Any, router: Any, w1: Any, w2: Any) -> Any:
-        return sonic_layer(k, x, router, w1.permute(1, 2, 0), w2.permute(1, 2, 0))
-
-    return in_torch(case, own, layer)
-
-
-def contenders(case: ExpertsCase, names: list[str]) -> dict[str, Callable[[tuple[jax.Array, ...]], Contender]]:
     every: dict[str, Any] = {
-        "moe_mlp": functools.partial(in_jax, ours, case),
-        "moe_mlp, triton": functools.partial(in_jax, functools.partial(ours, platform="triton"), case),
-        "hand": functools.partial(in_jax, by_hand, case),
-        "torch": functools.partial(in_torch, case, layer=torch_layer),
-        "sonic": functools.partial(sonic, case),
+        "moe_mlp": functools.partial(jax_layer, moe_mlp),
+        "moe_mlp, triton": functools.partial(jax_layer, functools.partial(moe_mlp, platform="triton")),
+        "hand": functools.partial(jax_layer, experts_by_hand),
+        "torch": in_torch,
     }
     return {name: every[name] for name in names or every}
 
@@ -195,7 +166,7 @@ def measured(case: ExpertsCase, names: list[str]) -> dict[str, Any]:
     """Of each contender samples of both passes, or why it does not run."""
     arrays, data, reference = drawn(case), dict[str, Any](), None
     flops = 6.0 * case.tokens * case.k * case.d * case.n
-    for name, make in contenders(case, names).items():
+    for name, make in contenders(names).items():
         try:
             found = make(arrays)
             reference, apart = differences(found, reference)
@@ -232,7 +203,8 @@ def main() -> None:
             label = f"{name}, zipf {zipf:g}" if zipf else name
             print(label, flush=True)
             data[label] = measured(dataclasses.replace(cases[name], zipf=zipf), arguments.contenders)
-    print(record(arguments.name, {"calls": CALLS, "cases": data}))
+            file = record(arguments.name, {"calls": CALLS, "cases": data})
+    print(file)
 
 
 if __name__ == "__main__":

@@ -177,12 +177,18 @@ reordered.defvjp(
 def experts_of_today(
     x: jax.Array, logits: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, k: int
 ) -> jax.Array:
-    """The layer of docs/matmul.md, against which one op for all of it is measured."""
-    weights, chosen = top_k_router(logits, k)
+    """Our matmuls and router, with tokens moved by hand: one op for all of it is measured against this."""
+    return experts_by_hand(x, *top_k_router(logits, k), gate, up, down)
+
+
+def experts_by_hand(
+    x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+) -> jax.Array:
+    """Rows go to experts and back by gathers in both directions, and are summed in float32."""
     order = jnp.argsort(chosen.ravel(), stable=True)
     inverse = jnp.argsort(order)
-    sizes = jnp.diff(jnp.searchsorted(chosen.ravel()[order], jnp.arange(logits.shape[1] + 1)))
-    copies = jnp.repeat(x.astype(jnp.float32), k, axis=0).astype(x.dtype)
+    sizes = jnp.diff(jnp.searchsorted(chosen.ravel()[order], jnp.arange(gate.shape[0] + 1)))
+    copies = jnp.repeat(x.astype(jnp.float32), chosen.shape[1], axis=0).astype(x.dtype)
     hidden = gated_grouped_matmul(reordered(copies, order, inverse), gate, up, sizes)
     out = reordered(grouped_matmul(hidden, down, sizes), inverse, order).reshape(*chosen.shape, -1)
     return (weights[..., None] * out).sum(1).astype(x.dtype)
