@@ -88,7 +88,7 @@ class MoeMlp(PortfolioKernel[ExpertsInputs, ExpertsResults]):
             arrays["down"],
             out_dtype=dtype.name,
             **given,  # type: ignore[arg-type]
-            activation=activation if activation == SWIGLU_OAI else activation_name(activation),
+            activation=activation_name(activation, SWIGLU_OAI),
             capacity=None if capacity is None else _positive("capacity", capacity),
             platform=self.backends.allowed(platform),
         )

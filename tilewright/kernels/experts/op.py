@@ -56,4 +56,6 @@ def moe_mlp(*args: Any, **kwargs: Any) -> jax.Array:
     given = dict(zip(_NAMES, args, strict=False)) | {name: kwargs[name] for name in _NAMES if name in kwargs}
     options = {name: value for name, value in kwargs.items() if name not in _NAMES}
     found = on_explicit_axes(given, options | {"strategy": strategy})
+    if found is None and strategy != "auto":
+        raise ValueError(f"{strategy=} needs experts that are split: axis_name, or matrices on explicit mesh axes")
     return MOE_MLP(*args, **kwargs) if found is None else found

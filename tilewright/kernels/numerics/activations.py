@@ -24,10 +24,11 @@ ACTIVATIONS: MappingProxyType[str, Callable[[Any], Any]] = MappingProxyType(
 """``gelu`` is exact; ``jax.nn.gelu`` is ``gelu_tanh`` by default."""
 
 
-def activation_name(activation: object) -> str:
-    """Checks the name of an activation."""
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ValueError(f"{activation=} must be one of {', '.join(map(repr, ACTIVATIONS))}")
+def activation_name(activation: object, *more: str) -> str:
+    """Checks the name of an activation, or one of ``more``."""
+    names = *ACTIVATIONS, *more
+    if not isinstance(activation, str) or activation not in names:
+        raise ValueError(f"{activation=} must be one of {', '.join(map(repr, names))}")
     return activation
 
 
