@@ -19,6 +19,7 @@ from tilewright.modules import (
     layer_norm,
     linear_cross_entropy,
     matmul,
+    moe_mlp,
     permute,
     rms_norm,
     rope,
@@ -132,7 +133,7 @@ TOKENS, WIDTH, HIDDEN = draw(64, 32), draw(32, 32, seed=2) / 6, draw(32, 96, see
 SIZES, EXPERTS = jnp.asarray([40, 24], jnp.int32), draw(2, 32, 96, seed=4) / 6
 CHOICES = jnp.arange(64)[:, None]
 LABELS = jnp.arange(64) % 96
-OF_TOKENS, OF_HIDDEN = TOKENS.nbytes, 64 * 96 * 4
+OF_TOKENS, OF_HIDDEN, OF_ROUTING = TOKENS.nbytes, 64 * 96 * 4, (64 + 64 + 2) * 4
 # For each op a call, and the bytes of the results of its matmuls: without batch dimensions, and of all.
 OPS = {
     "matmul": (lambda x: matmul(x, HIDDEN), OF_HIDDEN, OF_HIDDEN),
@@ -140,6 +141,10 @@ OPS = {
     "grouped_matmul": (lambda x: grouped_matmul(x, EXPERTS, SIZES), OF_HIDDEN, OF_HIDDEN),
     "gated_grouped_matmul": (
         lambda x: gated_grouped_matmul(x, EXPERTS, 2 * EXPERTS, SIZES), 2 * OF_HIDDEN, 2 * OF_HIDDEN,
+    ),
+    "moe_mlp": (
+        lambda x: moe_mlp(x, TOKENS[:, :1], CHOICES % 2, EXPERTS, 2 * EXPERTS, EXPERTS.swapaxes(1, 2)),
+        2 * OF_HIDDEN + OF_TOKENS + OF_ROUTING, 2 * OF_HIDDEN + OF_TOKENS + OF_ROUTING,
     ),
     "flash_attention": (lambda x: attention(x), 0, OF_TOKENS + 2 * 64 * 4),
     "rms_norm": (lambda x: rms_norm(x, WIDTH[0]), 0, 0),
