@@ -24,6 +24,7 @@ from tilewright.modules import (
     linear_cross_entropy,
     linear_kl_divergence,
     matmul,
+    moe_mlp,
     permute,
     rms_norm,
     rope,
@@ -153,6 +154,10 @@ VALUES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[P, ...]]] = {
     "router along experts": (lambda x: top_k_router(x, 3)[0], (X,), (P("data", "model"),)),
     "permutation of tokens": (lambda x: permute(x, np.arange(128).reshape(64, 2) % 5, 4)[0], (X,), (P("data"),)),
     "sums of rows by tokens": (lambda x: unpermute(x, np.arange(64), x[:32, :2]), (X,), (P("data", "model"),)),
+    "layer of experts by tokens": (
+        lambda x, w, gate, down: moe_mlp(x, w, np.arange(128).reshape(64, 2) % 5, gate, gate + 1, down, capacity=20),
+        (X, normal(64, 2), normal(4, 32, 48) / 6, normal(4, 48, 32) / 6), (P("data"), P("data"), P("data"), P("data")),
+    ),
     "groups": (grouped_matmul, (X, normal(4, 32, 48), SIZES), (P(), P("data"), P())),
     "groups over the rows' axis": (grouped_matmul, (X, normal(4, 32, 48), SIZES), (P("data"), P("data"), P())),
     "rows of groups and n": (grouped_matmul, (X, normal(4, 32, 48), SIZES), (P("data"), P(None, None, "model"), P())),

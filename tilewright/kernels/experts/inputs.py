@@ -13,6 +13,9 @@ from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.numerics.activations import SWIGLU_OAI
 from tilewright.kernels.op.arguments import reshape
 from tilewright.kernels.op.inputs import OpInputs, static
+from tilewright.kernels.permutation.routing import Routing
+
+_NOTHING: Any = None
 
 
 class ExpertsResults(NamedTuple):
@@ -27,7 +30,7 @@ class ExpertsResults(NamedTuple):
     out: Any
     gate: Any = None
     up: Any = None
-    routing: Any = None
+    routing: Any = Routing(_NOTHING, _NOTHING, _NOTHING)
 
 
 class ExpertsInputs(OpInputs):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -16,6 +17,7 @@ from tilewright.kernels.op.sharding import (
     typed_axes,
     typed_spec,
 )
+from tilewright.kernels.permutation.routing import Routing, scattered
 
 _TOKENS = ("x", "weights", "experts")
 _N_AXES = {"gate": 2, "up": 2, "down": 1, "gate_bias": 1, "up_bias": 1}
@@ -64,14 +66,23 @@ def experts_partitioning(inputs: ExpertsInputs) -> Partitioning | None:
         return part.replace(down_bias=jnp.where(first, part.down_bias, 0))
 
     def on_results(results: ExpertsResults) -> ExpertsResults:
-        if not summed:
+        if summed:
+            results = results._replace(out=lax.psum(results.out, summed).astype(inputs.out_dtype))
+        if rows is None or results.routing.group_sizes is None:
             return results
-        out = lax.psum(results.out, summed).astype(inputs.out_dtype)
-        return results._replace(out=out)
+        # Each device has sizes of its own, which are no part of one array.
+        sizes = jnp.zeros_like(results.routing.group_sizes)
+        return results._replace(routing=results.routing._replace(group_sizes=sizes))
 
-    # As prefixes: of results, residuals and cotangents each has another part.
-    by_row: Any = PartitionSpec(rows)
-    results: Any = ExpertsResults(leading, PartitionSpec(rows, n), PartitionSpec(rows, n), by_row)
+    def on_backward(backward: Any, part: ExpertsInputs, results: ExpertsResults, cotangents: ExpertsResults) -> Any:
+        if rows is not None:
+            results = results._replace(routing=_with_sizes(results.routing, part.flat.experts, part.num_experts))
+        return backward(on_part(part), results, cotangents)
+
+    of_rows: Any = PartitionSpec(rows)
+    whole: Any = PartitionSpec()
+    routing = Routing(of_rows, of_rows, whole)
+    results: Any = ExpertsResults(leading, PartitionSpec(rows, n), PartitionSpec(rows, n), routing)
     return Partitioning(
         mesh=mesh,
         inputs=inputs.replace(**{name: spec(name) for name in arrays}),
@@ -79,8 +90,21 @@ def experts_partitioning(inputs: ExpertsInputs) -> Partitioning | None:
         gradients={name: gradient(name) for name in arrays},
         on_part=on_part,
         on_results=on_results,
+        backward=on_backward,
         shared_with_xla=False,
     )
+
+
+def _with_sizes(routing: Routing, experts: jax.Array, number: int) -> Routing:
+    """The routing with the sizes of its experts, from the choices of its rows, which are sorted by expert."""
+    row = jnp.arange(routing.source.size, dtype=jnp.int32)
+    expert = jnp.where(routing.source >= 0, experts.reshape(-1)[jnp.maximum(routing.source, 0)], -1)
+    is_first = expert != jnp.append(jnp.full(1, -1, jnp.int32), expert[:-1])
+    is_last = expert != jnp.append(expert[1:], jnp.full(1, -1, jnp.int32))
+    # Both −1 for an expert without rows. Not by a search, for which JAX has no rule where a part is lowered.
+    first = scattered(row, jnp.where(is_first, expert, -1), number)
+    end = scattered(row + 1, jnp.where(is_last, expert, -1), number)
+    return routing._replace(group_sizes=end - first)
 
 
 def _split_of_n(arrays: dict[str, Any], names: tuple[str, ...]) -> Any:
