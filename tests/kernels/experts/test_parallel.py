@@ -15,6 +15,7 @@ import tilewright
 from tests.kernels.experts.test_op import CASE, FLOATS, MATRICES, arrays_of, both_ways, close, layer, wanted
 from tests.support.draws import draw
 from tilewright.kernels.experts.cases import ExpertsCase
+from tilewright.modules import moe_mlp
 
 TOKENS, EXPERTS, CAPACITY = 16, 8, 5
 ARRAYS = arrays_of(ExpertsCase("", tokens=TOKENS, d=CASE.d, n=12, num_experts=EXPERTS, k=3, biases=True, zipf=0.7))
@@ -129,6 +130,16 @@ TYPED: dict[str, tuple[dict[str, int], dict[str, P]]] = {
     "tokens": ({"d": 4}, by_tokens(P("d"), P())),
     "n": ({"m": 4}, N_SPLIT),
     "tokens and n": ({"d": 2, "m": 4}, by_tokens(P("d"), P()) | N_SPLIT),
+    "experts and n": (
+        {"e": 2, "m": 2},
+        by_tokens(P("e"), P("e"))
+        | {
+            "gate": P("e", None, "m"),
+            "up": P("e", None, "m"),
+            "down": P("e", "m"),
+            "gate_bias": P("e", "m"),
+        },
+    ),
     "tokens, and n over both": (
         {"d": 2, "m": 2},
         by_tokens(P("d"), P()) | {"gate": P(None, None, ("d", "m")), "up": P(None, None, "m"), "down": P(None, "m")},
@@ -161,6 +172,16 @@ def test_values_and_gradients_by_types(name: str) -> None:
     for each in FLOATS:
         assert jax.typeof(got[f"d_{each}"]).sharding.spec == jax.typeof(arrays[each]).sharding.spec, each
     assert jax.typeof(got["out"]).sharding.spec == jax.typeof(arrays["x"]).sharding.spec
+
+
+def test_parts_of_n_are_summed_in_float32() -> None:
+    """Each device's share is 256, 1, −256 or 0: in bfloat16 256 + 1 is 256."""
+    arrays = {"x": jnp.ones((4, 1)), "gate": jnp.ones((1, 1, 4)), "up": jnp.array([[[256.0, 1.0, -256.0, 0.0]]])}
+    arrays = {name: x.astype(jnp.bfloat16) for name, x in (arrays | {"down": jnp.ones((1, 4, 1))}).items()}
+    with jax.set_mesh(mesh := mesh_of(AxisType.Explicit, m=4)):
+        typed = place(arrays | {"weights": jnp.ones((4, 1)), "experts": jnp.zeros((4, 1), int)}, mesh, N_SPLIT)
+        out = jax.jit(lambda typed: moe_mlp(**typed, activation="identity"))(typed)
+    np.testing.assert_array_equal(out.astype(jnp.float32), np.ones((4, 1)))
 
 
 @pytest.mark.parametrize("name", ["experts", "experts and tokens", "n"])
