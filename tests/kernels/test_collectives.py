@@ -32,6 +32,7 @@ from tilewright.modules import (
     matmul,
     matmul_reduce_scatter,
     mla_decode,
+    moe_mlp,
     page_attention,
     rms_norm,
     rope,
@@ -158,6 +159,17 @@ def writing(function: Callable[..., Any], pages: P, tokens: P, **options: Any) -
 
 BY_HEAD, BY_PAGE = P(None, None, "s"), P("s")
 BY_ROW, BY_COLUMN = P("s"), P(None, "s")
+
+
+def experts_operands(tokens: P, columns: P, rows: P) -> tuple[Any, ...]:
+    """Tokens with their weights, and the matrices of experts of two layouts."""
+    return (((16, 8), tokens), ((16, 2), tokens), ((4, 8, 12), columns), ((4, 8, 12), columns), ((4, 12, 8), rows))
+
+
+def of_experts(x: Any, weights: Any, *matrices: Any, **options: Any) -> Any:
+    return moe_mlp(x, weights, jnp.argsort(weights, axis=1), *matrices, **options)
+
+
 CALLS = {
     "`flash_attention` | batch or heads": Split(
         causal, attention_operands(P(None, None, "s"), P(None, None, "s")), AxisType.Explicit
@@ -222,6 +234,11 @@ CALLS = {
     "`rope` | tokens": Split(rope, ((QUERY, P("s")),), AxisType.Explicit, integers=(QUERY[:1],)),
     "`rope` | heads": Split(rope, ((QUERY, ROWS),), AxisType.Explicit, integers=(QUERY[:1],)),
     "`top_k_router` | tokens": Split(lambda x: top_k_router(x, 2)[0], (((16, 8), P("s")),), AxisType.Explicit),
+    "`moe_mlp` | tokens": Split(of_experts, experts_operands(P("s"), P(), P()), AxisType.Explicit),
+    "`moe_mlp` | n": Split(of_experts, experts_operands(P(), P(None, None, "s"), P(None, "s")), AxisType.Explicit),
+    "`moe_mlp` with `axis_name` | tokens and experts": Split(
+        functools.partial(of_experts, axis_name="s"), experts_operands(*[P("s")] * 3), out=P("s")
+    ),
     "`page_attention` and the like | heads": serving(page_attention, ROWS, BY_HEAD, BY_HEAD),
     "`page_attention` and the like | sequences, beside whole pages": serving(page_attention, P("s"), P(), P()),
     "`mla_decode` | heads, beside whole latents": Split(
@@ -246,6 +263,10 @@ LIKE_PAGE_ATTENTION = {
 }  # fmt: skip
 
 
+WHOLE = {"permute", "unpermute"}
+"""Whose arrays may not be split."""
+
+
 def described(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
 
@@ -259,7 +280,7 @@ def test_the_page_says_what_each_split_costs(call: str) -> None:
 
 def test_every_op_has_a_row() -> None:
     named = set(re.findall(r"`(\w+)`", " ".join(CALLS)))
-    assert set(OPS) == (named & set(OPS)) | LIKE_PAGE_ATTENTION
+    assert set(OPS) == (named & set(OPS)) | LIKE_PAGE_ATTENTION | WHOLE
 
 
 def test_the_page_has_no_other_row() -> None:

@@ -36,7 +36,7 @@ CASES = (
     case_of("one_expert", num_experts=1, k=1),
     case_of("odd_sizes", d=23, n=17),
     case_of("odd_sizes_bfloat16", d=23, n=17, dtype="bfloat16"),
-    case_of("one_token", tokens=1),
+    case_of("one_token", tokens=1, k=4),
     case_of("no_tokens", tokens=0),
     case_of("no_n", n=0),
     case_of("no_d", d=0),
