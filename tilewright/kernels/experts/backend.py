@@ -9,11 +9,12 @@ from typing import Any, ClassVar, cast
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels import kernel
 from tilewright.kernels.experts.inputs import ExpertsInputs, ExpertsResults
 from tilewright.kernels.experts.params import ExpertsBackwardParams, ExpertsForwardParams
 from tilewright.kernels.matmul.backend import MatmulBackend
 from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.ops.gated_grouped_matmul import GatedGroupedMatmul
+from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul
 from tilewright.kernels.numerics.activations import gated, kept_apart
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.footprint import Footprint
@@ -41,11 +42,11 @@ class ExpertsBackend(Backend[ExpertsInputs, ExpertsResults, ExpertsForwardParams
 
     @functools.cached_property
     def gated(self) -> MatmulBackend[Any, Any]:
-        return cast(MatmulBackend[Any, Any], kernel("gated_grouped_matmul").backends.named(self.name))
+        return cast(MatmulBackend[Any, Any], GatedGroupedMatmul().backends.named(self.name))
 
     @functools.cached_property
     def grouped(self) -> MatmulBackend[Any, Any]:
-        return cast(MatmulBackend[Any, Any], kernel("grouped_matmul").backends.named(self.name))
+        return cast(MatmulBackend[Any, Any], GroupedMatmul().backends.named(self.name))
 
     @abc.abstractmethod
     def movement(self) -> Movement:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int32
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.numerics.activations import SWIGLU_OAI
 from tilewright.kernels.op.arguments import reshape
+from tilewright.kernels.op.distributed import DistributedInputs
 from tilewright.kernels.op.inputs import OpInputs, static
 from tilewright.kernels.permutation.routing import Routing
 
@@ -160,3 +161,7 @@ class ExpertsInputs(OpInputs):
             "down": inputs.down_matmul(hidden, sizes),
             "hidden": inputs.hidden_gradient(d_out, sizes),
         }
+
+
+class ParallelInputs(ExpertsInputs, DistributedInputs):
+    """A device's part of a call over several: its tokens, and its experts, whose ids count those of all devices."""

@@ -10,11 +10,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from tilewright.kernels.experts.inputs import ExpertsInputs
+from tilewright.kernels.experts.inputs import ParallelInputs
 from tilewright.kernels.experts.layer import MOE_MLP, ExpertActivation
 from tilewright.kernels.experts.reference import experts_reference
 from tilewright.kernels.op.arguments import PlatformOption, as_array
-from tilewright.kernels.op.distributed import DistributedInputs, TracedOp
+from tilewright.kernels.op.distributed import TracedOp
 from tilewright.kernels.op.sharding import (
     AxisName,
     axis_names,
@@ -32,10 +32,6 @@ type ExpertStrategy = Literal["auto", "all_gather"]
 _PLANS = "tilewright.kernels.experts.plans"
 
 TOKENS = ("x", "weights", "experts")
-
-
-class ParallelInputs(ExpertsInputs, DistributedInputs):
-    """A device's part of a call: its tokens, and its experts, whose ids count those of all devices."""
 
 
 @stable_id("tilewright/experts.ExpertParallelMlp")

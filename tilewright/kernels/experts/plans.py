@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.experts.parallel import ParallelInputs
+from tilewright.kernels.experts.inputs import ParallelInputs
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op.distributed import PlanParams, TracedPlan
 from tilewright.kernels.op.sharding import AxisName
