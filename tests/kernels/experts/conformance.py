@@ -3,8 +3,10 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.kernels.conformance import ContainedConformance, Found, Poisoned
 from tests.kernels.matmul.gates import activation_and_slope
@@ -148,6 +150,16 @@ class ExpertsConformance(ContainedConformance[ExpertsCase, ExpertsInputs]):
 
     def oracle(self, inputs: ExpertsInputs, cotangents: Any) -> tuple[Found, Found]:
         return oracle(inputs, cotangents.out), oracle(inputs, cotangents.out, inputs.out_dtype)
+
+    def test_results_are_as_the_op_declares(self, case: ExpertsCase) -> None:
+        inputs = self.inputs(self.adapted(case))
+        with type(self).machine():
+            if said := self.reasons(inputs, "forward"):
+                pytest.skip("; ".join(said))
+            forward, _ = self.params_of(inputs.structs)
+            got = jax.eval_shape(lambda inputs: self.backend.forward(inputs, forward), inputs)
+        wanted = kernel("moe_mlp").results(inputs.structs)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), got) == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
 
     def poisoned(self, poison: str) -> Poisoned:
         """A NaN in one token, in one expert's matrix, or in a token all of whose choices are dropped."""

@@ -175,13 +175,15 @@ def test_values_and_gradients_by_types(name: str) -> None:
 
 
 def test_parts_of_n_are_summed_in_float32() -> None:
-    """Each device's share is 256, 1, −256 or 0: in bfloat16 256 + 1 is 256."""
-    arrays = {"x": jnp.ones((4, 1)), "gate": jnp.ones((1, 1, 4)), "up": jnp.array([[[256.0, 1.0, -256.0, 0.0]]])}
-    arrays = {name: x.astype(jnp.bfloat16) for name, x in (arrays | {"down": jnp.ones((1, 4, 1))}).items()}
+    """The first device's share is 256 + 0.5 of two choices, which is 256 in bfloat16, and the second one's −256."""
+    up = jnp.array([[[256.0, -256.0, 0.0, 0.0]], [[0.5, 0.0, 0.0, 0.0]]])
+    arrays = {"x": jnp.ones((4, 1)), "gate": jnp.ones((2, 1, 4)), "up": up, "down": jnp.ones((2, 4, 1))}
+    arrays = {name: x.astype(jnp.bfloat16) for name, x in arrays.items()}
+    routing = {"weights": jnp.ones((4, 2)), "experts": jnp.tile(jnp.arange(2), (4, 1))}
     with jax.set_mesh(mesh := mesh_of(AxisType.Explicit, m=4)):
-        typed = place(arrays | {"weights": jnp.ones((4, 1)), "experts": jnp.zeros((4, 1), int)}, mesh, N_SPLIT)
+        typed = place(arrays | routing, mesh, N_SPLIT)
         out = jax.jit(lambda typed: moe_mlp(**typed, activation="identity"))(typed)
-    np.testing.assert_array_equal(out.astype(jnp.float32), np.ones((4, 1)))
+    np.testing.assert_array_equal(out.astype(jnp.float32), np.full((4, 1), 0.5))
 
 
 @pytest.mark.parametrize("name", ["experts", "experts and tokens", "n"])
