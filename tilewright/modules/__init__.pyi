@@ -1,6 +1,6 @@
 """The functions that most users call, and their kernels, for type checkers. Written by tools/stubs.py."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, overload
 
 from jax import Array, P
@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
 from tilewright.kernels.biases import AlibiBias, RelativeBias
-from tilewright.kernels.experts.layer import ExpertActivation, MoeMlp
+from tilewright.kernels.experts.layer import ExpertActivation, ExpertBiases, MoeMlp
 from tilewright.kernels.experts.parallel import ExpertStrategy
 from tilewright.kernels.flash_attention.arguments import CausalAlignment
 from tilewright.kernels.flash_attention.distributed.layout import LayoutName
@@ -1505,7 +1505,7 @@ def moe_mlp(
     down: ArrayLike,
     *,
     activation: ExpertActivation = "silu",
-    biases: Sequence[ArrayLike | None] | None = None,
+    biases: ExpertBiases | None = None,
     capacity: int | None = None,
     axis_name: AxisName | None = None,
     strategy: ExpertStrategy = "auto",

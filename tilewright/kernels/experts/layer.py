@@ -35,6 +35,9 @@ from tilewright.ops.utils.stable_ids import stable_id
 type ExpertActivation = Activation | Literal["swiglu_oai"]
 """An activation of a gated unit, or the clamped gate of gpt-oss."""
 
+type ExpertBiases = Sequence[ArrayLike | None]
+"""Those of gate, up and down; None where there is none."""
+
 _MATMULS = 3
 
 
@@ -63,7 +66,7 @@ class MoeMlp(PortfolioKernel[ExpertsInputs, ExpertsResults]):
         down: ArrayLike,
         *,
         activation: ExpertActivation = "silu",
-        biases: Sequence[ArrayLike | None] | None = None,
+        biases: ExpertBiases | None = None,
         capacity: int | None = None,
         platform: PlatformOption = None,
         cfg: object = None,

@@ -1,7 +1,6 @@
 """The layer of experts over several devices, each of which has some of the experts and some of the tokens."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -11,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from tilewright.kernels.experts.inputs import ParallelInputs
-from tilewright.kernels.experts.layer import MOE_MLP, ExpertActivation
+from tilewright.kernels.experts.layer import MOE_MLP, ExpertActivation, ExpertBiases
 from tilewright.kernels.experts.reference import experts_reference
 from tilewright.kernels.op.arguments import PlatformOption, as_array
 from tilewright.kernels.op.distributed import TracedOp
@@ -53,7 +52,7 @@ class ExpertParallelMlp(TracedOp[ParallelInputs, Any]):
         down: ArrayLike,
         *,
         activation: ExpertActivation = "silu",
-        biases: Sequence[ArrayLike | None] | None = None,
+        biases: ExpertBiases | None = None,
         capacity: int | None = None,
         axis_name: AxisName | None = None,
         strategy: ExpertStrategy = "auto",
