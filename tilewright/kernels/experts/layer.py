@@ -36,7 +36,7 @@ type ExpertActivation = Activation | Literal["swiglu_oai"]
 """An activation of a gated unit, or the clamped gate of gpt-oss."""
 
 type ExpertBiases = Sequence[ArrayLike | None]
-"""Those of gate, up and down; None where there is none."""
+"""The biases of gate, up and down, or None for one."""
 
 _MATMULS = 3
 
