@@ -275,9 +275,8 @@ class Backends:
         """
         found = next((loaded(where) for where in self.where if _room(where) == name), None)
         if found is None or found.backend is None:
-            raise ValueError(
-                f"{self._op} has no backend {name!r} that can be loaded here{found and f', {found.error}'}"
-            )
+            why = "" if found is None else f": {found.error}"
+            raise ValueError(f"{self._op} has no backend {name!r} that can be loaded here{why}")
         return found.backend
 
     def of(self, choice: Choice) -> Backend[Any, Any, Any, Any]:
