@@ -1,6 +1,7 @@
 """The movement of rows in plain XLA, and the backends of its ops, for every device and floating-point dtype."""
 
-from typing import ClassVar
+import abc
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.typing import DTypeLike
 from tilewright.kernels.numerics.activations import gated, gated_gradients
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.inputs import OpInputs
-from tilewright.kernels.permutation.backend import PermuteBackend, UnpermuteBackend
+from tilewright.kernels.permutation.backend import MovingBackend, PermuteBackend, UnpermuteBackend
 from tilewright.kernels.permutation.movement import GateGradients, Movement
 from tilewright.kernels.permutation.routing import Routing, exists, positions_of, scattered
 from tilewright.ops.kernel.arrays import is_symbolic
@@ -149,7 +150,7 @@ def _ends(sorted_ids: jax.Array, num_experts: int) -> jax.Array:
     return jnp.searchsorted(sorted_ids, ids, side="right", method="scan_unrolled").astype(jnp.int32)
 
 
-class XlaPermute(PermuteBackend):
+class _XlaBackend(MovingBackend[Any], abc.ABC):
     name: ClassVar[str] = "xla"
     platform: ClassVar[Platform] = Platform.XLA
     forward_mode: ClassVar[bool] = True
@@ -160,12 +161,9 @@ class XlaPermute(PermuteBackend):
         return []
 
 
-class XlaUnpermute(UnpermuteBackend):
-    name: ClassVar[str] = "xla"
-    platform: ClassVar[Platform] = Platform.XLA
-    forward_mode: ClassVar[bool] = True
-    symbolic_dimensions: ClassVar[bool] = True
-    movement: ClassVar[Movement] = XlaMovement()
+class XlaPermute(_XlaBackend, PermuteBackend):
+    """Serves every call."""
 
-    def reasons(self, inputs: OpInputs, device: Device, direction: Direction) -> list[str]:
-        return []
+
+class XlaUnpermute(_XlaBackend, UnpermuteBackend):
+    """Serves every call."""

@@ -1,12 +1,13 @@
 """The Triton backends of ``permute`` and ``unpermute``, on NVIDIA GPUs."""
 
+import abc
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 
 from tilewright.kernels.op.choice import Platform
-from tilewright.kernels.permutation.backend import PermuteBackend, UnpermuteBackend
+from tilewright.kernels.permutation.backend import MovingBackend, PermuteBackend, UnpermuteBackend
 from tilewright.kernels.permutation.inputs import PermuteInputs, UnpermuteInputs
 from tilewright.kernels.permutation.movement import Movement
 from tilewright.kernels.permutation.triton.movement import TritonMovement
@@ -20,25 +21,22 @@ MAX_CHOICES = 1 << 30
 """Largest number of choices, which kernels count in 32 bits."""
 
 
-class TritonPermute(PermuteBackend):
-    """Serves float16, bfloat16 and float32."""
-
+class _TritonBackend(MovingBackend[Any], abc.ABC):
     name: ClassVar[str] = "triton"
     platform: ClassVar[Platform] = Platform.TRITON
     late_import: ClassVar[str] = "triton"
     movement: ClassVar[Movement] = TritonMovement()
+
+
+class TritonPermute(_TritonBackend, PermuteBackend):
+    """Serves float16, bfloat16 and float32."""
 
     def reasons(self, inputs: PermuteInputs, device: Device, direction: Direction) -> list[str]:
         return _reasons({"x": inputs.x}, inputs.experts.shape, device)
 
 
-class TritonUnpermute(UnpermuteBackend):
+class TritonUnpermute(_TritonBackend, UnpermuteBackend):
     """Serves float16, bfloat16 and float32, with weights of any of these."""
-
-    name: ClassVar[str] = "triton"
-    platform: ClassVar[Platform] = Platform.TRITON
-    late_import: ClassVar[str] = "triton"
-    movement: ClassVar[Movement] = TritonMovement()
 
     def reasons(self, inputs: UnpermuteInputs, device: Device, direction: Direction) -> list[str]:
         return _reasons({"rows": inputs.rows, "weights": inputs.weights}, inputs.weights.shape, device)
