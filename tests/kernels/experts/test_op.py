@@ -346,3 +346,10 @@ def test_what_it_does_not_take(given: dict[str, Any], error: type[Exception], sa
 def test_a_missing_argument_is_named() -> None:
     with pytest.raises(TypeError, match=r"moe_mlp\(\): missing a required argument: 'down'"):
         moe_mlp(*ARRAYS_OF_CALL[:5])  # type: ignore[call-arg]
+
+
+def test_arrays_are_drawn_for_more_choices_than_experts():
+    inputs = MOE_MLP.prepare(*ExpertsCase("", tokens=4, d=8, n=8, num_experts=3, k=5).arguments()[0])
+    found = np.asarray(MOE_MLP.sampled(inputs.structs, jax.random.key(0)).experts)
+    assert found.shape == (4, 5)
+    assert [sorted(row[:3]) for row in found.tolist()] == [[0, 1, 2]] * 4

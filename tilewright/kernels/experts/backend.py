@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.experts.inputs import ExpertsInputs, ExpertsResults
+from tilewright.kernels.experts.inputs import OPTIONS, ExpertsInputs, ExpertsResults
 from tilewright.kernels.experts.params import ExpertsBackwardParams, ExpertsForwardParams
 from tilewright.kernels.matmul.backend import MatmulBackend
 from tilewright.kernels.matmul.inputs import MatmulInputs
@@ -19,13 +19,14 @@ from tilewright.kernels.numerics.activations import gated, kept_apart
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.permutation.movement import Movement
-from tilewright.kernels.permutation.routing import Routing
+from tilewright.kernels.permutation.routing import Routing, of_rows
 from tilewright.ops.types import Device, Direction
 
 type Params = ExpertsForwardParams | ExpertsBackwardParams
 
 SUM_ROWS = 8
-"""Rows of a product whose first ones are sums over rows of an expert; fewer than Hopper's kernels store."""
+"""Rows of the product that sums over the rows of an expert, of which one or two are used: TMA needs columns of its left
+operand by 16 bytes, which are 8 elements of 16 bits."""
 
 
 class ExpertsBackend(Backend[ExpertsInputs, ExpertsResults, ExpertsForwardParams, ExpertsBackwardParams], abc.ABC):
@@ -37,7 +38,7 @@ class ExpertsBackend(Backend[ExpertsInputs, ExpertsResults, ExpertsForwardParams
 
     forward_params: ClassVar[type] = ExpertsForwardParams
     backward_params: ClassVar[type] = ExpertsBackwardParams
-    serves: ClassVar[frozenset[str]] = frozenset({"gate_bias", "up_bias", "down_bias", "activation", "capacity"})
+    serves: ClassVar[frozenset[str]] = OPTIONS
     gathers: ClassVar[bool] = False
 
     @functools.cached_property
@@ -140,7 +141,7 @@ class ExpertsBackend(Backend[ExpertsInputs, ExpertsResults, ExpertsForwardParams
         hidden, gate, up = self._hidden(inputs, matmul, routing, params)
         rows = self.grouped.forward(inputs.down_matmul(hidden, routing.group_sizes), params.down).out
         out = movement.combine(
-            rows, routing, inputs.weights, inputs.down_bias, _for_bias(inputs), inputs.sum_dtype
+            rows, routing, inputs.weights, inputs.down_bias, inputs.experts, inputs.sum_dtype
         ).reshape(shape)
         return ExpertsResults(out, gate, up, routing) if inputs.keeps else ExpertsResults(out)
 
@@ -151,7 +152,8 @@ class ExpertsBackend(Backend[ExpertsInputs, ExpertsResults, ExpertsForwardParams
         if inputs.is_fused:
             found = self.gated.forward(matmul, params.gated)
             return found.out, found.gate, found.up
-        expert, wide, kept = _experts_of_rows(inputs, routing), inputs.accumulator, []
+        # Rows without a choice may take any expert's bias: nobody reads them.
+        expert, wide, kept = of_rows(inputs.experts, routing.source, 0), inputs.accumulator, []
         for matrix, bias in ((inputs.gate, inputs.gate_bias), (inputs.up, inputs.up_bias)):
             product = self.grouped.forward(matmul.replace(rhs=matrix), params.gated).out
             if bias is not None:
@@ -186,7 +188,7 @@ class _Gradients:
         sizes = routing.group_sizes
         d_rows = movement.gather(self.d_out, routing, fills=False)
         d_hidden = self.backend.grouped.forward(inputs.hidden_gradient(d_rows, sizes), self.params.hidden).out
-        by_row = jnp.where(routing.source >= 0, inputs.weights.reshape(-1)[jnp.maximum(routing.source, 0)], 0)
+        by_row = of_rows(inputs.weights, routing.source, 0)
         d_gate, d_up, hidden, dots = movement.gate_gradients(
             inputs.activation, self.gate, self.up, d_hidden, by_row, routing.source
         )
@@ -255,16 +257,6 @@ class _Gradients:
 
 def _gathers(params: Params) -> bool:
     return isinstance(params, ExpertsForwardParams) and params.gathers
-
-
-def _for_bias(inputs: ExpertsInputs) -> jax.Array | None:
-    return None if inputs.down_bias is None else inputs.experts
-
-
-def _experts_of_rows(inputs: ExpertsInputs, routing: Routing) -> jax.Array:
-    """The expert of each row; any for rows without one."""
-    expert = inputs.experts.reshape(-1)[jnp.maximum(routing.source, 0)]
-    return jnp.clip(expert, 0, inputs.num_experts - 1)
 
 
 def _empty_results(inputs: ExpertsInputs, shape: tuple[int, ...]) -> ExpertsResults:

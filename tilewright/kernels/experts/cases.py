@@ -41,11 +41,8 @@ class ExpertsCase(Case):
         return (x, *self.routing(random), *matrices), options
 
     def routing(self, random: np.random.Generator) -> tuple[jax.Array, jax.Array]:
-        """Weights and experts: k of each token by their shares, different ones as long as there are."""
-        shares = -self.zipf * np.log1p(np.arange(self.num_experts))
-        scores = random.gumbel(size=(self.tokens, self.num_experts)) + shares
-        order = np.argsort(-scores, axis=-1).astype(np.int32)
-        experts = np.tile(order, (1, -(-self.k // self.num_experts)))[:, : self.k]
+        """Weights and experts."""
+        experts = drawn_experts(random, self.tokens, self.k, -self.zipf * np.log1p(np.arange(self.num_experts)))
         weights = jax.nn.softmax(normal(random, (self.tokens, self.k), "float32"))
         return weights, jnp.asarray(experts)
 
@@ -53,6 +50,13 @@ class ExpertsCase(Case):
         # As a model has them: pre-activations are about 1, where activations are not linear.
         drawn = normal(random, (self.num_experts, k, n), "float32")
         return (max(k, 1) ** -0.5 * drawn).astype(self.dtype)
+
+
+def drawn_experts(random: np.random.Generator, tokens: int, k: int, shares: np.ndarray) -> np.ndarray:
+    """``[tokens, k]`` experts by the logarithms of their shares, different ones of a token as long as there are."""
+    experts = shares.shape[0]
+    order = np.argsort(-(random.gumbel(size=(tokens, experts)) + shares), axis=-1).astype(np.int32)
+    return np.tile(order, (1, -(-k // experts)))[:, :k]
 
 
 CASES = OpCases(

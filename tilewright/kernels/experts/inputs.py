@@ -16,7 +16,16 @@ from tilewright.kernels.op.distributed import DistributedInputs
 from tilewright.kernels.op.inputs import OpInputs, static
 from tilewright.kernels.permutation.routing import Routing
 
+TOKENS = ("x", "weights", "experts")
+"""The fields that have an element for each token."""
+
+BIASES = ("gate_bias", "up_bias", "down_bias")
+
+OPTIONS = frozenset({*BIASES, "activation", "capacity"})
+"""The options of a call, all of which every backend and plan serves."""
+
 _NOTHING: Any = None
+"""Each array of a routing that is not kept: the tree stays that of one that is, as a split over devices needs."""
 
 
 class ExpertsResults(NamedTuple):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from tilewright.kernels.experts.cases import CASES, ExpertsCase
+from tilewright.kernels.experts.cases import CASES, ExpertsCase, drawn_experts
 from tilewright.kernels.experts.inputs import ExpertsInputs, ExpertsResults
 from tilewright.kernels.experts.partitioning import experts_partitioning
 from tilewright.kernels.experts.reference import experts_reference
@@ -26,7 +26,7 @@ from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.roofline import Cost, array_bytes
 from tilewright.kernels.op.sharding import Partitioning
-from tilewright.kernels.permutation.routing import Routing
+from tilewright.kernels.permutation.routing import declared
 from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.parts import Product
@@ -101,9 +101,7 @@ class MoeMlp(PortfolioKernel[ExpertsInputs, ExpertsResults]):
         if not inputs.keeps:
             return ExpertsResults(out)
         kept = jax.ShapeDtypeStruct((inputs.choices, inputs.n), inputs.out_dtype)
-        shapes = (inputs.choices,), (inputs.tokens, inputs.k), (inputs.num_experts,)
-        integers: Any = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-        return ExpertsResults(out, kept, kept, Routing(*integers))
+        return ExpertsResults(out, kept, kept, declared(inputs.tokens, inputs.k, inputs.num_experts))
 
     def outputs(self, inputs: ExpertsInputs, results: ExpertsResults) -> jax.Array:
         return results.out
@@ -135,11 +133,11 @@ class MoeMlp(PortfolioKernel[ExpertsInputs, ExpertsResults]):
         return experts_partitioning(inputs)
 
     def sampled(self, inputs: ExpertsInputs, key: jax.Array) -> ExpertsInputs:
-        """Normal arrays, and experts as a router chooses them: some are chosen more often, none twice by a token."""
+        """Normal arrays, and experts as a router chooses them: some are chosen more often."""
         random = generator_of(key)
-        scores = random.standard_normal(inputs.num_experts) + random.gumbel(size=(inputs.tokens, inputs.num_experts))
-        experts = scores.argsort(axis=-1)[:, ::-1][:, : inputs.k].reshape(inputs.experts.shape)
-        return super().sampled(inputs, key).replace(experts=jnp.asarray(experts, jnp.int32))
+        shares = random.standard_normal(inputs.num_experts)
+        experts = drawn_experts(random, inputs.tokens, inputs.k, shares).reshape(inputs.experts.shape)
+        return super().sampled(inputs, key).replace(experts=jnp.asarray(experts))
 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """FLOPs if no choice is dropped, twice as many backward, and bytes of every operand and result once."""

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from tilewright.kernels.experts.inputs import ParallelInputs
+from tilewright.kernels.experts.inputs import BIASES, TOKENS, ParallelInputs
 from tilewright.kernels.experts.layer import MOE_MLP, ExpertActivation, ExpertBiases
 from tilewright.kernels.experts.reference import experts_reference
 from tilewright.kernels.op.arguments import PlatformOption, as_array
@@ -29,8 +29,6 @@ from tilewright.ops.utils.stable_ids import stable_id
 type ExpertStrategy = Literal["auto", "all_gather"]
 
 _PLANS = "tilewright.kernels.experts.plans"
-
-TOKENS = ("x", "weights", "experts")
 
 
 @stable_id("tilewright/experts.ExpertParallelMlp")
@@ -117,8 +115,7 @@ def on_explicit_axes(arguments: dict[str, Any], options: dict[str, Any]) -> jax.
     names = axis_names(axes)
     arrays = {name: as_array(name, value) for name, value in arguments.items()}
     biases = options.pop("biases", None) or (None,) * 3
-    keys = ("gate_bias", "up_bias", "down_bias")
-    arrays |= {key: as_array(key, bias) for key, bias in zip(keys, biases, strict=True) if bias is not None}
+    arrays |= {key: as_array(key, bias) for key, bias in zip(BIASES, biases, strict=True) if bias is not None}
     first = axis_names(typed_axes(arrays["x"])[0])
     others = [name for name in first if name not in names]
     if options.get("capacity") is not None and others:
@@ -130,7 +127,7 @@ def on_explicit_axes(arguments: dict[str, Any], options: dict[str, Any]) -> jax.
     specs = {name: PartitionSpec(split if name in TOKENS else axes) for name in arrays}
 
     def on_device(parts: dict[str, Any]) -> Any:
-        own = tuple(parts.pop(key, None) for key in keys)
+        own = tuple(parts.pop(key, None) for key in BIASES)
         return EXPERT_PARALLEL_MLP(**parts, biases=own, axis_name=axes, **options)
 
     out = over_explicit_axes(on_device, mesh, arrays, specs, PartitionSpec(split))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from tilewright.kernels.experts.inputs import ExpertsInputs, ExpertsResults
+from tilewright.kernels.experts.inputs import TOKENS, ExpertsInputs, ExpertsResults
 from tilewright.kernels.op.sharding import (
     GradientParts,
     Partitioning,
@@ -17,9 +17,8 @@ from tilewright.kernels.op.sharding import (
     typed_axes,
     typed_spec,
 )
-from tilewright.kernels.permutation.routing import Routing, scattered
+from tilewright.kernels.permutation.routing import Routing, of_rows, scattered
 
-_TOKENS = ("x", "weights", "experts")
 _N_AXES = {"gate": 2, "up": 2, "down": 1, "gate_bias": 1, "up_bias": 1}
 """The axis of n of each parameter that has one."""
 
@@ -37,7 +36,7 @@ def experts_partitioning(inputs: ExpertsInputs) -> Partitioning | None:
     mesh = explicit_mesh(*arrays.values())
     if mesh is None:
         return None
-    of_tokens = {name: arrays[name] for name in _TOKENS}
+    of_tokens = {name: arrays[name] for name in TOKENS}
     split = common_axes(of_tokens, dict.fromkeys(of_tokens, len(inputs.leading)), whats="tokens", core="d and k")
     names = tuple(name for axes in split for name in axis_names(axes))
     if inputs.capacity is not None and names:
@@ -46,13 +45,14 @@ def experts_partitioning(inputs: ExpertsInputs) -> Partitioning | None:
     leading, rows, summed = PartitionSpec(*split), names or None, axis_names(n)
 
     def spec(name: str) -> PartitionSpec:
-        if name in _TOKENS:
+        if name in TOKENS:
             return leading
         return PartitionSpec(*(n if axis == _N_AXES.get(name) else None for axis in range(arrays[name].ndim)))
 
     def gradient(name: str) -> GradientParts:
-        # Tokens have partial sums over n, as has the bias of down but for what is summed on each device alike.
-        over = summed if name in _TOKENS else names
+        # Gradients of tokens are sums over the parts of n, those of parameters over parts of the tokens. The bias of
+        # down has no n: its gradient is the same on all devices that n is split over.
+        over = summed if name in TOKENS else names
         return GradientParts(spec(name), over, typed_spec(arrays[name]))
 
     def on_part(part: ExpertsInputs) -> ExpertsInputs:
@@ -98,7 +98,7 @@ def experts_partitioning(inputs: ExpertsInputs) -> Partitioning | None:
 def _with_sizes(routing: Routing, experts: jax.Array, number: int) -> Routing:
     """The routing with the sizes of its experts, from the choices of its rows, which are sorted by expert."""
     row = jnp.arange(routing.source.size, dtype=jnp.int32)
-    expert = jnp.where(routing.source >= 0, experts.reshape(-1)[jnp.maximum(routing.source, 0)], -1)
+    expert = of_rows(experts, routing.source, -1)
     is_first = expert != jnp.append(jnp.full(1, -1, jnp.int32), expert[:-1])
     is_last = expert != jnp.append(expert[1:], jnp.full(1, -1, jnp.int32))
     # Both −1 for an expert without rows. Not by a search, for which JAX has no rule where a part is lowered.
@@ -109,10 +109,10 @@ def _with_sizes(routing: Routing, experts: jax.Array, number: int) -> Routing:
 
 def _split_of_n(arrays: dict[str, Any], names: tuple[str, ...]) -> Any:
     """The mesh axes that split n, without those of the tokens: over these matrices are gathered."""
-    described = ", ".join(f"{name}: {typed_spec(arrays[name])}" for name in arrays if name not in _TOKENS)
+    described = ", ".join(f"{name}: {typed_spec(arrays[name])}" for name in arrays if name not in TOKENS)
     found: list[Any] = []
     for name, array in arrays.items():
-        if name in _TOKENS:
+        if name in TOKENS:
             continue
         for axis, axes in enumerate(typed_axes(array)):
             kept = tuple(each for each in axis_names(axes) if each not in names)

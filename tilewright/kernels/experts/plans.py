@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.experts.inputs import ParallelInputs
+from tilewright.kernels.experts.inputs import OPTIONS, ParallelInputs
 from tilewright.kernels.numerics.softmax import accumulation_dtype
 from tilewright.kernels.op.distributed import PlanParams, TracedPlan
 from tilewright.kernels.op.sharding import AxisName
@@ -22,7 +22,7 @@ class AllGatherExperts(TracedPlan[ParallelInputs, jax.Array]):
     """
 
     name: ClassVar[str] = "all_gather"
-    serves: ClassVar[frozenset[str]] = frozenset({"gate_bias", "up_bias", "down_bias", "activation", "capacity"})
+    serves: ClassVar[frozenset[str]] = OPTIONS
 
     def plan_reasons(self, inputs: ParallelInputs, device: Device, direction: Direction) -> list[str]:
         return []

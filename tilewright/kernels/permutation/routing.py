@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, Shaped
 
 
 class Routing(NamedTuple):
@@ -29,6 +29,11 @@ def declared(tokens: int, k: int, num_experts: int) -> Any:
     shapes = (tokens * k,), (tokens, k), (num_experts,)
     structs: Any = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     return Routing(*structs)
+
+
+def of_rows(values: Shaped[Array, "tokens k"], source: Int32[Array, " choices"], nothing: int) -> jax.Array:
+    """The values of the choices that rows hold, and ``nothing`` for rows that hold none."""
+    return jnp.where(source >= 0, values.reshape(-1)[jnp.maximum(source, 0)], nothing)
 
 
 def scattered(values: jax.Array, places: jax.Array, size: int) -> Int32[Array, " size"]:
