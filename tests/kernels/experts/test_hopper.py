@@ -14,6 +14,7 @@ from tilewright.kernels.experts.cases import ExpertsCase
 from tilewright.kernels.experts.hopper import HopperExperts
 from tilewright.kernels.experts.inputs import ExpertsInputs
 from tilewright.kernels.experts.params import ExpertsBackwardParams, ExpertsForwardParams
+from tilewright.kernels.experts.triton import TritonExperts
 from tilewright.kernels.experts.xla import XlaExperts
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.matmul.hopper import products
@@ -25,6 +26,10 @@ _PAIR = MatmulParams(128, 128, 3, cluster_m=2, band=1)
 
 
 _CASES = ("bfloat16", "float16", "gpt_oss_bfloat16", "capacity_of_one", "skewed", "one_token", "no_tokens", "no_n")
+
+
+MOVEMENT = HopperExperts.movement
+"""As it is without the fixture."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +82,11 @@ def test_both_ways_are_candidates():
     assert not any(params.gathers for params in listed_other)
     found = other.config_reasons(inputs, H100, "forward", dataclasses.replace(first, gathers=True))
     assert found == ["its matmuls take rows that were copied"]
+
+
+def test_more_choices_than_the_kernels_that_move_rows_take():
+    """Triton declines the call, and on Hopper XLA moves the rows."""
+    inputs = inputs_of(dataclasses.replace(CASES[1], tokens=8, d=64, n=64, num_experts=128, k=65)).structs
+    assert "a token may have 64 choices, got k=65" in TritonExperts().not_supported_reasons(inputs, H100, "forward")
+    assert not HopperExperts().not_supported_reasons(inputs, H100, "forward")
+    assert MOVEMENT(HopperExperts(), inputs, H100) is MOVEMENTS[Platform.XLA]

@@ -199,17 +199,18 @@ def test_no_array_has_a_dimension_of_tokens_and_one_of_experts(options: dict[str
         assert not [shape for shape in of_tokens if any(size and size % experts == 0 for size in shape)]
 
 
-def test_the_backward_pass_keeps_x_both_pre_activations_and_the_routing() -> None:
-    """Nothing of the size of the rows of x, or of the results of experts."""
+@pytest.mark.parametrize(("capacity", "rows"), [(None, 192), (20, 80), (64, 192)])
+def test_the_backward_pass_keeps_x_both_pre_activations_and_the_routing(capacity: int | None, rows: int) -> None:
+    """Nothing of the size of the rows of x, or of the results of experts; and no rows that a capacity rules out."""
     case = ExpertsCase("", tokens=64, d=48, n=20, num_experts=4, k=3, dtype="bfloat16")
     arrays = arrays_of(case)
     ids = arrays["experts"]
-    _, pull = jax.vjp(lambda floats: layer(floats, ids), floats_of(arrays))
+    _, pull = jax.vjp(lambda floats: layer(floats, ids, capacity=capacity), floats_of(arrays))
     kept = {id(leaf): leaf for leaf in jax.tree.leaves(pull)}
     given = {id(array) for array in arrays.values()}
     beside = sorted((leaf.shape, leaf.dtype.name) for key, leaf in kept.items() if key not in given)
-    pre_activation, choices = ((192, 20), "bfloat16"), ((192,), "int32")
-    assert beside == sorted([((4,), "int32"), ((64, 3), "int32"), choices, pre_activation, pre_activation])
+    pre_activation, source = ((rows, 20), "bfloat16"), ((rows,), "int32")
+    assert beside == sorted([((4,), "int32"), ((64, 3), "int32"), source, pre_activation, pre_activation])
 
 
 def test_xla_gathers_the_rows_of_x_again() -> None:
@@ -259,7 +260,8 @@ def test_capacity_by_its_rule(capacity: int) -> None:
                 literal[t, j] = expert
                 used[expert] += 1
     assert kept == set(zip(*map(np.ndarray.tolist, np.nonzero(literal >= 0)), strict=True))
-    same(
+    # Not to the bit: there are fewer rows, which XLA multiplies in another way.
+    close(
         both_ways(lambda floats: layer(floats, capacity=capacity), floats_of()),
         both_ways(lambda floats: layer(floats, jnp.asarray(literal, jnp.int32)), floats_of()),
     )

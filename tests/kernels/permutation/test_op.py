@@ -110,7 +110,7 @@ ROWS, SOURCE = jnp.ones((6, 4)), jnp.arange(6)
         (ValueError, r"experts must be .*experts.shape=\(11,\)", lambda: permute(X, IDS[:, 0], 4)),
         (TypeError, "experts must hold integers", lambda: permute(X, WEIGHTS, 4)),
         (ValueError, "num_experts must be at least 1.*num_experts=0", lambda: permute(X, IDS, 0)),
-        (ValueError, "capacity at least 0 or None.*capacity=-1", lambda: permute(X, IDS, 4, capacity=-1)),
+        (ValueError, "capacity at least 1 or None.*capacity=0", lambda: permute(X, IDS, 4, capacity=0)),
         (TypeError, "capacity must be an int, got 2.5", lambda: permute(X, IDS, 4, capacity=2.5)),  # type: ignore[arg-type]
         (ValueError, "rows must be a floating-point array", lambda: unpermute(ROWS[0], SOURCE, jnp.ones((3, 2)))),
         (ValueError, r"weights must be .*weights.shape=\(4, 2\)", lambda: unpermute(ROWS, SOURCE, jnp.ones((4, 2)))),

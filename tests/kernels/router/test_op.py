@@ -107,6 +107,14 @@ def test_a_bias_does_not_lift_what_is_missing(scoring: Any):
     assert top_k_router(logits, 3, scoring=scoring, bias=bias)[1].tolist() == [1, 0, 2]
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_after"])
+def test_an_infinite_logit_is_chosen_first_with_a_bias_and_with_groups(scoring: Any):
+    logits, bias = jnp.array([0.0, 3.0, 1.0, jnp.inf, 2.0, -1.0]), jnp.array([0.0, 0.0, 0.25, 0.5, 0.0, 0.0])
+    groups: dict[str, Any] = {"num_groups": 3, "top_groups": 2}
+    for options in ({"bias": bias}, groups, {"bias": bias, **groups}):
+        assert top_k_router(logits, 2, scoring=scoring, **options)[1].tolist()[0] == 3
+
+
 def test_few_experts_in_the_best_groups_leave_the_others_before_what_is_missing():
     logits = jnp.array([-jnp.inf, 5.0, -jnp.inf, -jnp.inf, -jnp.inf, 4.0, 3.0, -jnp.inf])
     for scoring in ("softmax", "sigmoid", "softmax_after"):

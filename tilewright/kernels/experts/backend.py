@@ -21,6 +21,7 @@ from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.permutation.movement import Movement
 from tilewright.kernels.permutation.routing import Routing, of_rows
 from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.device import current_device
 
 type Params = ExpertsForwardParams | ExpertsBackwardParams
 
@@ -50,8 +51,8 @@ class ExpertsBackend(Backend[ExpertsInputs, ExpertsResults, ExpertsForwardParams
         return cast(MatmulBackend[Any, Any], GroupedMatmul().backends.named(self.name))
 
     @abc.abstractmethod
-    def movement(self) -> Movement:
-        """The movement of rows on the current device."""
+    def movement(self, inputs: ExpertsInputs, device: Device) -> Movement:
+        """The movement of rows of a call on a device."""
 
     def matmuls(
         self, inputs: ExpertsInputs, direction: Direction, gathers: bool = False
@@ -78,6 +79,7 @@ class ExpertsBackend(Backend[ExpertsInputs, ExpertsResults, ExpertsForwardParams
             for backend, matmul, way in self.matmuls(inputs, direction).values()
             for reason in backend.not_supported_reasons(matmul, device, way)
         ]
+        found += self.movement(inputs, device).reasons(inputs.tokens, inputs.k, device)
         return list(dict.fromkeys(found))
 
     def candidates(self, inputs: ExpertsInputs, device: Device, direction: Direction) -> Iterable[Params]:
@@ -132,8 +134,9 @@ class ExpertsBackend(Backend[ExpertsInputs, ExpertsResults, ExpertsForwardParams
         shape, inputs = (*inputs.leading, inputs.d), inputs.flat
         if inputs.is_empty:
             return _empty_results(inputs, shape)
-        movement = self.movement()
+        movement = self.movement(inputs, current_device())
         routing = movement.route(inputs.experts, inputs.num_experts, inputs.capacity)
+        routing = routing._replace(source=routing.source[: inputs.rows])
         if params.gathers:
             matmul = inputs.gated_matmul(inputs.x, routing.group_sizes, routing.source // inputs.k)
         else:
@@ -179,7 +182,7 @@ class _Gradients:
         self, backend: ExpertsBackend, inputs: ExpertsInputs, results: ExpertsResults, d_out: jax.Array, params: Any
     ) -> None:
         self.backend, self.inputs, self.params = backend, inputs, params
-        self.movement = backend.movement()
+        self.movement = backend.movement(inputs, current_device())
         self.gate, self.up, self.routing = results.gate, results.up, results.routing
         self.d_out = d_out.reshape(inputs.tokens, inputs.d).astype(inputs.out_dtype)
 
@@ -238,11 +241,11 @@ class _Gradients:
         """Sums of rows over those of each expert, with weights: a matmul of few columns, in float32."""
         inputs, dtype = self.inputs, rows.dtype
         if weights is None:
-            columns = [jnp.ones(inputs.choices, dtype)]
+            columns = [jnp.ones(inputs.rows, dtype)]
         else:  # in two parts, for a weight is float32
             first = weights.astype(dtype)
             columns = [first, (weights - first.astype(weights.dtype)).astype(dtype)]
-        left = jnp.stack(columns + [jnp.zeros(inputs.choices, dtype)] * (SUM_ROWS - len(columns)), axis=1)
+        left = jnp.stack(columns + [jnp.zeros(inputs.rows, dtype)] * (SUM_ROWS - len(columns)), axis=1)
         wide = jax.ShapeDtypeStruct((inputs.num_experts, SUM_ROWS, rows.shape[1]), dtype)
         matmul = MatmulInputs(
             left,
@@ -261,9 +264,9 @@ def _gathers(params: Params) -> bool:
 
 def _empty_results(inputs: ExpertsInputs, shape: tuple[int, ...]) -> ExpertsResults:
     """The results of a call without rows, or with sums over nothing."""
-    out, kept = jnp.zeros(shape, inputs.sum_dtype), jnp.zeros((inputs.choices, inputs.n), inputs.out_dtype)
+    out, kept = jnp.zeros(shape, inputs.sum_dtype), jnp.zeros((inputs.rows, inputs.n), inputs.out_dtype)
     if not inputs.keeps:
         return ExpertsResults(out)
-    none = jnp.full(inputs.choices, -1, jnp.int32)
-    sizes = jnp.zeros(inputs.num_experts, jnp.int32)
-    return ExpertsResults(out, kept, kept, Routing(none, none.reshape(inputs.tokens, inputs.k), sizes))
+    none, positions = (jnp.full(shape, -1, jnp.int32) for shape in ((inputs.rows,), inputs.experts.shape))
+    routing = Routing(none, positions, jnp.zeros(inputs.num_experts, jnp.int32))
+    return ExpertsResults(out, kept, kept, routing)

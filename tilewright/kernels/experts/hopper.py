@@ -3,11 +3,11 @@
 from typing import ClassVar
 
 from tilewright.kernels.experts.backend import ExpertsBackend
+from tilewright.kernels.experts.inputs import ExpertsInputs
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.permutation.movement import Movement
 from tilewright.kernels.permutation.movements import MOVEMENTS
-from tilewright.kernels.triton import unavailable
-from tilewright.ops.utils.device import current_device
+from tilewright.ops.types import Device
 
 
 class HopperExperts(ExpertsBackend):
@@ -17,5 +17,6 @@ class HopperExperts(ExpertsBackend):
     platform: ClassVar[Platform] = Platform.PALLAS
     gathers: ClassVar[bool] = True
 
-    def movement(self) -> Movement:
-        return MOVEMENTS[Platform.XLA if unavailable(current_device()) else Platform.TRITON]
+    def movement(self, inputs: ExpertsInputs, device: Device) -> Movement:
+        in_triton = MOVEMENTS[Platform.TRITON]
+        return MOVEMENTS[Platform.XLA] if in_triton.reasons(inputs.tokens, inputs.k, device) else in_triton

@@ -15,6 +15,7 @@ from tilewright.kernels.op.arguments import reshape
 from tilewright.kernels.op.distributed import DistributedInputs
 from tilewright.kernels.op.inputs import OpInputs, static
 from tilewright.kernels.permutation.routing import Routing
+from tilewright.ops.kernel.arrays import is_symbolic
 
 TOKENS = ("x", "weights", "experts")
 """The fields that have an element for each token."""
@@ -33,7 +34,7 @@ class ExpertsResults(NamedTuple):
 
     Attributes:
       out: ``[..., d]``.
-      gate, up: the pre-activations of the rows of all experts, ``[choices, n]``.
+      gate, up: the pre-activations of the rows of all experts, ``[rows, n]``.
       routing: of the rows.
     """
 
@@ -83,8 +84,14 @@ class ExpertsInputs(OpInputs):
 
     @functools.cached_property
     def choices(self) -> int:
-        """The number of rows of all experts together."""
         return self.tokens * self.k
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """The number of rows of all experts together, of which some may hold no choice."""
+        if self.capacity is None or is_symbolic(self.choices):
+            return self.choices
+        return min(self.choices, self.num_experts * self.capacity)
 
     @functools.cached_property
     def num_experts(self) -> int:
@@ -159,10 +166,10 @@ class ExpertsInputs(OpInputs):
     def abstract_matmuls(self) -> dict[str, MatmulInputs]:
         """The matmuls of both passes with shapes and dtypes in place of arrays."""
         inputs: ExpertsInputs = self.structs
-        rows, tokens = (jax.ShapeDtypeStruct((size, self.d), self.x.dtype) for size in (self.choices, self.tokens))
-        hidden = jax.ShapeDtypeStruct((self.choices, self.n), self.out_dtype)
-        d_out = jax.ShapeDtypeStruct((self.choices, self.d), self.out_dtype)
-        index, sizes = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (self.choices, self.num_experts))
+        rows, tokens = (jax.ShapeDtypeStruct((size, self.d), self.x.dtype) for size in (self.rows, self.tokens))
+        hidden = jax.ShapeDtypeStruct((self.rows, self.n), self.out_dtype)
+        d_out = jax.ShapeDtypeStruct((self.rows, self.d), self.out_dtype)
+        index, sizes = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (self.rows, self.num_experts))
         return {
             "gated": inputs.gated_matmul(rows, sizes),
             "gathering": inputs.gated_matmul(tokens, sizes, index),  # type: ignore[arg-type]

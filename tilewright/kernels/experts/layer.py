@@ -100,8 +100,8 @@ class MoeMlp(PortfolioKernel[ExpertsInputs, ExpertsResults]):
         out = jax.ShapeDtypeStruct((*inputs.leading, inputs.d), inputs.sum_dtype)
         if not inputs.keeps:
             return ExpertsResults(out)
-        kept = jax.ShapeDtypeStruct((inputs.choices, inputs.n), inputs.out_dtype)
-        return ExpertsResults(out, kept, kept, declared(inputs.tokens, inputs.k, inputs.num_experts))
+        kept = jax.ShapeDtypeStruct((inputs.rows, inputs.n), inputs.out_dtype)
+        return ExpertsResults(out, kept, kept, declared(inputs.rows, inputs.tokens, inputs.k, inputs.num_experts))
 
     def outputs(self, inputs: ExpertsInputs, results: ExpertsResults) -> jax.Array:
         return results.out
@@ -140,13 +140,13 @@ class MoeMlp(PortfolioKernel[ExpertsInputs, ExpertsResults]):
         return super().sampled(inputs, key).replace(experts=jnp.asarray(experts))
 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
-        """FLOPs if no choice is dropped, twice as many backward, and bytes of every operand and result once."""
+        """FLOPs of all rows, twice as many backward, and bytes of every operand and result once."""
         inputs = self.inputs_of(inv)
-        flops = 2.0 * _MATMULS * inputs.choices * inputs.d * inputs.n
+        flops = 2.0 * _MATMULS * inputs.rows * inputs.d * inputs.n
         operands, out = array_bytes(inputs), array_bytes(self.output_shapes(inv))
         if inv.direction == "forward":
             return Cost(flops, float(operands + out))
-        kept = 2 * inputs.choices * inputs.n * jnp.dtype(inputs.out_dtype).itemsize
+        kept = 2 * inputs.rows * inputs.n * jnp.dtype(inputs.out_dtype).itemsize
         return Cost(2 * flops, float(2 * operands + out + kept))
 
 

@@ -32,10 +32,9 @@ class AllGatherExperts(TracedPlan[ParallelInputs, jax.Array]):
 
     def forward(self, inputs: ParallelInputs, params: PlanParams) -> jax.Array:
         part, axis = inputs.flat, inputs.axis
-        x, weights = (_gathered(each, axis) for each in (part.x, part.weights))
+        x, (weights, experts) = _gathered(part.x, axis), _gathered_choices(part.weights, part.experts, axis)
         # Ids of this device's experts begin at 0; all others are dropped here, and are another device's.
-        first = lax.axis_index(axis).astype(jnp.int32) * part.num_experts
-        experts = lax.all_gather(part.experts, axis, tiled=True) - first
+        experts = experts - lax.axis_index(axis).astype(jnp.int32) * part.num_experts
         biases = part.gate_bias, part.up_bias, part.down_bias
         shares = inputs.kernel(
             x, weights, experts, part.gate, part.up, part.down,
@@ -51,6 +50,16 @@ def _gathered(x: jax.Array, axis: AxisName) -> Any:
     return lax.all_gather(x, axis, tiled=True)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _gathered_choices(weights: jax.Array, experts: jax.Array, axis: AxisName) -> Any:
+    """Weights and experts of all devices, in one exchange: two take 20 µs more, whatever their size."""
+    (tokens, k), words = experts.shape, weights.dtype.itemsize // experts.dtype.itemsize
+    bits = lax.bitcast_convert_type(weights, experts.dtype).reshape(tokens, k * words)
+    every = lax.all_gather(jnp.concatenate([bits, experts], axis=1), axis, tiled=True)
+    bits = every[:, : k * words].reshape(-1, k, *[words] * (words > 1))
+    return lax.bitcast_convert_type(bits, weights.dtype), every[:, k * words :]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _summed(shares: jax.Array, axis: AxisName) -> Any:
     """This device's rows of the sum over the devices, in float32 or wider; the shares travel as they are."""
@@ -63,5 +72,9 @@ def _summed(shares: jax.Array, axis: AxisName) -> Any:
 _gathered.defvjp(
     lambda x, axis: (_gathered(x, axis), None),
     lambda axis, _, gradient: (default_promotion()(_summed)(gradient, axis),),
+)
+_gathered_choices.defvjp(
+    lambda weights, experts, axis: (_gathered_choices(weights, experts, axis), None),
+    lambda axis, _, gradients: (default_promotion()(_summed)(gradients[0], axis), None),
 )
 _summed.defvjp(lambda x, axis: (_summed(x, axis), None), lambda axis, _, gradient: (_gathered(gradient, axis),))

@@ -3,9 +3,11 @@
 from typing import ClassVar
 
 from tilewright.kernels.experts.backend import ExpertsBackend
+from tilewright.kernels.experts.inputs import ExpertsInputs
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.permutation.movement import Movement
 from tilewright.kernels.permutation.movements import MOVEMENTS
+from tilewright.ops.types import Device
 
 
 class TritonExperts(ExpertsBackend):
@@ -15,5 +17,5 @@ class TritonExperts(ExpertsBackend):
     platform: ClassVar[Platform] = Platform.TRITON
     late_import: ClassVar[str] = "triton"
 
-    def movement(self) -> Movement:
+    def movement(self, inputs: ExpertsInputs, device: Device) -> Movement:
         return MOVEMENTS[Platform.TRITON]

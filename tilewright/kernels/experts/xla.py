@@ -3,9 +3,11 @@
 from typing import ClassVar
 
 from tilewright.kernels.experts.backend import ExpertsBackend
+from tilewright.kernels.experts.inputs import ExpertsInputs
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.permutation.movement import Movement
 from tilewright.kernels.permutation.movements import MOVEMENTS
+from tilewright.ops.types import Device
 
 
 class XlaExperts(ExpertsBackend):
@@ -16,5 +18,5 @@ class XlaExperts(ExpertsBackend):
     forward_mode: ClassVar[bool] = True
     symbolic_dimensions: ClassVar[bool] = True
 
-    def movement(self) -> Movement:
+    def movement(self, inputs: ExpertsInputs, device: Device) -> Movement:
         return MOVEMENTS[Platform.XLA]

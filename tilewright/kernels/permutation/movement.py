@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from tilewright.kernels.permutation.routing import Routing
+from tilewright.ops.types import Device
 
 
 class GateGradients(NamedTuple):
@@ -31,6 +32,10 @@ class Movement(abc.ABC):
     least 1. Nothing here has a derivative for JAX to find, except where an implementation says so.
     """
 
+    def reasons(self, tokens: int, k: int, device: Device) -> list[str]:
+        """Every reason why calls of so many choices cannot run on a device."""
+        return []
+
     @abc.abstractmethod
     def route(self, experts: Int32[Array, "tokens k"], num_experts: int, capacity: int | None = None) -> Routing:
         """The rows of choices of experts; with ``capacity``, an expert has no more rows than that."""
@@ -43,17 +48,17 @@ class Movement(abc.ABC):
         weights: Float[Array, "tokens k"] | None = None,
         *,
         fills: bool = True,
-    ) -> Float[Array, "choices d"]:
+    ) -> Float[Array, "rows d"]:
         """The rows of experts, times the weights of their choices.
 
         Args:
-          fills: rows that hold no choice are zeros, and not anything.
+          fills: rows that hold no choice are zeros, and not anything; there are as many rows as choices.
         """
 
     @abc.abstractmethod
     def combine(
         self,
-        rows: Float[Array, "choices d"],
+        rows: Float[Array, "rows d"],
         routing: Routing,
         weights: Float[Array, "tokens k"] | None = None,
         bias: Float[Array, "experts d"] | None = None,
@@ -70,7 +75,7 @@ class Movement(abc.ABC):
     def dots(
         self,
         y: Float[Array, "tokens d"],
-        rows: Float[Array, "choices d"],
+        rows: Float[Array, "rows d"],
         routing: Routing,
         bias: Float[Array, "experts d"] | None = None,
         experts: Int32[Array, "tokens k"] | None = None,

@@ -13,25 +13,27 @@ class Routing(NamedTuple):
     Choice ``token · k + j`` is the j-th of its token. One is dropped, and has no row, if its expert does not exist or
     has as many choices before it as its capacity.
 
+    There are as many rows as choices, or fewer where a capacity leaves none for more.
+
     Attributes:
       source: the choice that each row holds; −1 for rows behind those of the last expert.
       positions: the row of each choice; −1 for a dropped one.
       group_sizes: the number of rows of each expert.
     """
 
-    source: Int32[Array, " choices"]
+    source: Int32[Array, " rows"]
     positions: Int32[Array, "tokens k"]
     group_sizes: Int32[Array, " experts"]
 
 
-def declared(tokens: int, k: int, num_experts: int) -> Any:
+def declared(rows: int, tokens: int, k: int, num_experts: int) -> Any:
     """Shapes and dtypes of a routing."""
-    shapes = (tokens * k,), (tokens, k), (num_experts,)
+    shapes = (rows,), (tokens, k), (num_experts,)
     structs: Any = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     return Routing(*structs)
 
 
-def of_rows(values: Shaped[Array, "tokens k"], source: Int32[Array, " choices"], nothing: int) -> jax.Array:
+def of_rows(values: Shaped[Array, "tokens k"], source: Int32[Array, " rows"], nothing: int) -> jax.Array:
     """The values of the choices that rows hold, and ``nothing`` for rows that hold none."""
     return jnp.where(source >= 0, values.reshape(-1)[jnp.maximum(source, 0)], nothing)
 

@@ -55,9 +55,9 @@ class Permute(PortfolioKernel[PermuteInputs, PermuteResults]):
             )
         num_experts = integer("num_experts", num_experts)
         capacity = None if capacity is None else integer("capacity", capacity)
-        if num_experts < 1 or (capacity is not None and capacity < 0):
+        if num_experts < 1 or (capacity is not None and capacity < 1):
             raise ValueError(
-                f"num_experts must be at least 1, and capacity at least 0 or None, got {num_experts=}, {capacity=}"
+                f"num_experts must be at least 1, and capacity at least 1 or None, got {num_experts=}, {capacity=}"
             )
         experts = integer_array("experts", experts, experts.shape, False)
         return PermuteInputs(x, experts, num_experts, capacity, platform=self.backends.allowed(platform))
@@ -65,7 +65,7 @@ class Permute(PortfolioKernel[PermuteInputs, PermuteResults]):
     def results(self, inputs: PermuteInputs) -> Any:
         (tokens, d), k = inputs.x.shape, inputs.experts.shape[1]
         rows = jax.ShapeDtypeStruct((tokens * k, d), inputs.x.dtype)
-        return PermuteResults(rows, declared(tokens, k, inputs.num_experts))
+        return PermuteResults(rows, declared(tokens * k, tokens, k, inputs.num_experts))
 
     def outputs(self, inputs: PermuteInputs, results: PermuteResults) -> Any:
         return results.rows, results.routing.group_sizes, results.routing.source

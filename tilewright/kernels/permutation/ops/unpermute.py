@@ -61,7 +61,7 @@ class Unpermute(PortfolioKernel[UnpermuteInputs, UnpermuteResults]):
     def results(self, inputs: UnpermuteInputs) -> Any:
         tokens, k = inputs.weights.shape
         out = jax.ShapeDtypeStruct((tokens, inputs.rows.shape[1]), inputs.rows.dtype)
-        return UnpermuteResults(out, declared(tokens, k, 0))
+        return UnpermuteResults(out, declared(tokens * k, tokens, k, 0))
 
     def outputs(self, inputs: UnpermuteInputs, results: UnpermuteResults) -> jax.Array:
         return results.out

@@ -11,14 +11,7 @@ from tilewright.kernels.permutation.backend import MovingBackend, PermuteBackend
 from tilewright.kernels.permutation.inputs import PermuteInputs, UnpermuteInputs
 from tilewright.kernels.permutation.movement import Movement
 from tilewright.kernels.permutation.triton.movement import TritonMovement
-from tilewright.kernels.triton import unavailable
 from tilewright.ops.types import Device, Direction
-
-MAX_K = 64
-"""Largest number of choices of a token: kernels have their loop over them unrolled."""
-
-MAX_CHOICES = 1 << 30
-"""Largest number of choices, which kernels count in 32 bits."""
 
 
 class _TritonBackend(MovingBackend[Any], abc.ABC):
@@ -43,14 +36,11 @@ class TritonUnpermute(_TritonBackend, UnpermuteBackend):
 
 
 def _reasons(arrays: Mapping[str, jax.Array], choices: tuple[int, ...], device: Device) -> list[str]:
-    reasons, (tokens, k) = unavailable(device), choices
+    tokens, k = choices
+    reasons = _TritonBackend.movement.reasons(tokens, k, device)
     for name, array in arrays.items():
         if array.dtype.name not in ("float16", "bfloat16", "float32"):
             reasons.append(f"{name} must be float16, bfloat16 or float32, not {array.dtype}")
         if 0 in array.shape:
             reasons.append(f"its kernels need elements, got {name} of the shape {array.shape}")
-    if k > MAX_K:
-        reasons.append(f"a token may have {MAX_K} choices, got {k=}")
-    if tokens * k > MAX_CHOICES:
-        reasons.append(f"there may be {MAX_CHOICES} choices, got {tokens} tokens with {k=}")
     return reasons

@@ -191,7 +191,9 @@ def gate_gradients(
     there = tl.load(source + row, mask=row < rows, other=-1) >= 0
     weight = tl.load(row_weights + row, mask=there, other=0.0).to(tl.float32)[:, None]
     terms = tl.zeros((BLOCK_ROWS, BLOCK_N), tl.float32)
-    for first in tl.range(0, N, BLOCK_N):
+    # Over several devices most rows may hold none, and a tile of these has nothing to do.
+    columns = tl.max(there.to(tl.int32), 0) * N
+    for first in tl.range(0, columns, BLOCK_N):
         column = first + tl.arange(0, BLOCK_N)
         mask = columns_inside(there, column, N, BLOCK_N)
         at = row.to(tl.int64)[:, None] * N + column[None, :]

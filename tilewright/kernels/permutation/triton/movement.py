@@ -12,10 +12,17 @@ from jax.typing import DTypeLike
 from tilewright.kernels.matmul.groups import prefix_sums
 from tilewright.kernels.permutation.movement import GateGradients, Movement
 from tilewright.kernels.permutation.routing import Routing
-from tilewright.kernels.triton import launch
+from tilewright.kernels.triton import launch, unavailable
 from tilewright.kernels.triton.description import JitKernel
 from tilewright.kernels.triton.limits import power_of_two
+from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device
+
+MAX_K = 64
+"""Largest number of choices of a token: kernels have their loop over them unrolled."""
+
+MAX_CHOICES = 1 << 30
+"""Largest number of choices, which kernels count in 32 bits."""
 
 COUNTED = 128
 """Choices of a program that counts or places them: as many pairs of each are compared."""
@@ -77,6 +84,14 @@ def tile_of(rows: int, columns: int, elements: int, *, splits_columns: bool = Tr
 
 class TritonMovement(Movement):
     """Rows of float16, bfloat16 or float32 with at least one column."""
+
+    def reasons(self, tokens: int, k: int, device: Device) -> list[str]:
+        found = unavailable(device)
+        if k > MAX_K:
+            found.append(f"a token may have {MAX_K} choices, got {k=}")
+        if tokens * k > MAX_CHOICES:
+            found.append(f"there may be {MAX_CHOICES} choices, got {tokens} tokens with {k=}")
+        return found
 
     def route(self, experts: jax.Array, num_experts: int, capacity: int | None = None) -> Routing:
         run = functools.partial(_route, num_experts, capacity)

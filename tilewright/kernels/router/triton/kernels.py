@@ -124,7 +124,8 @@ def forward(
     scores = x
     if has_bias or groups > 1:
         if scoring == "softmax":
-            scores = _softmax(x, x)
+            infinite = (x == float("inf")).to(tl.float32)
+            scores = tl.where(tl.max(infinite, 1, keep_dims=True) > 0.0, infinite, _softmax(x, x))
         elif scoring == "sigmoid":
             scores = tl.sigmoid(x)
         if has_bias:
