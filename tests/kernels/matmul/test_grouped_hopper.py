@@ -8,6 +8,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.kernels.conformance import check, check_candidates
@@ -24,6 +25,7 @@ from tests.kernels.matmul.grouped_conformance import (
 from tests.kernels.matmul.grouped_oracle import oracle
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.hopper.matmul.params import MatmulParams
+from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, Rounds, TileShape, longest_first
 from tilewright.kernels.matmul.cases import GroupedMatmulCase
 from tilewright.kernels.matmul.hopper import products
 from tilewright.kernels.matmul.hopper.backend import HopperGatedGroupedMatmul, HopperGroupedMatmul
@@ -218,3 +220,25 @@ def test_params(rows: int, groups: int):
 def test_wrong_params(wrong: dict[str, int]):
     with pytest.raises(ValueError):
         dataclasses.replace(MatmulParams(), **wrong)
+
+
+@pytest.mark.parametrize(("groups", "programs"), [(128, 132), (128, 66), (5, 132), (64, 66), (3, 4), (1, 132)])
+def test_sums_over_skewed_groups_are_shared_out_evenly(groups: int, programs: int):
+    """Clusters end within a tenth of each other, or of an item; every item is some cluster's."""
+    sizes = np.maximum(20672 / np.arange(1, groups + 1) ** 0.8, 100).astype(np.int32)
+    ends = jnp.cumsum(jnp.asarray(np.random.default_rng(0).permutation(sizes)))
+    starts = ends - jnp.diff(ends, prepend=0)
+    tile = TileShape(128, 128, 1, 1, 1)
+    schedule = RaggedReductionSchedule(longest_first(starts, ends), starts, ends, 1536, 256, 64, tile)
+    work = jax.vmap(lambda item: schedule.work(item, 0))(jnp.arange(schedule.items(), dtype=jnp.int32))
+    places = set(zip(*(x.tolist() for x in (work.matrix, work.row, work.column)), strict=True))
+    assert len(places) == schedule.items() == groups * 24
+    rounds, steps, taken = Rounds.in_waves(schedule.items(), programs), np.asarray(work.steps), list[int]()
+    ends_of = [0] * rounds.programs  # as the hardware starts them: the next one where one ends first
+    for program in range(rounds.grid(schedule.items())):
+        first, count = map(int, rounds.of(program, schedule.items()))
+        own = [first + i * rounds.programs for i in range(count)]
+        taken += own
+        ends_of[ends_of.index(min(ends_of))] += int(steps[own].sum())
+    assert sorted(taken) == list(range(schedule.items()))
+    assert max(ends_of) < 1.1 * max(np.mean(ends_of), steps.max())

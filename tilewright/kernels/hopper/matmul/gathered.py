@@ -48,7 +48,7 @@ from tilewright.kernels.hopper.matmul.kernel import (
 )
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan, plan_reasons
-from tilewright.kernels.hopper.matmul.schedule import GatheredSchedule
+from tilewright.kernels.hopper.matmul.schedule import GatheredSchedule, Rounds
 from tilewright.kernels.hopper.matmul.sending import (
     DeviceRing,
     Outgoing,
@@ -133,7 +133,7 @@ def gathered_matmul(
         arrived: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((ring.devices - 1,)))
         warpgroup = lax.axis_index("warpgroup")
         context = MatmulContext(
-            plan, operands, (results.out,), scratch.matmul, warpgroup, lax.axis_index("program"), programs,
+            plan, operands, (results.out,), scratch.matmul, warpgroup, lax.axis_index("program"), Rounds(programs),
             PUSH_REGISTERS,
         )  # fmt: skip
         # Rows are pushed by their owner, so that each crosses NVLink once: the L2 cache of a reader keeps no memory of

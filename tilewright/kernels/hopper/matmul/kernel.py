@@ -17,7 +17,7 @@ from tilewright.kernels.hopper.matmul.epilogue import Columns, Epilogue, Place
 from tilewright.kernels.hopper.matmul.mask import mask_step
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
 from tilewright.kernels.hopper.matmul.scaled import Scales, accumulate_scaled
-from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, Schedule, Work
+from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, Rounds, Schedule, Work
 from tilewright.kernels.hopper.matmul.store import store_tile
 from tilewright.kernels.hopper.panels import PanelRef, mma
 from tilewright.kernels.hopper.ring import CLUSTER_AXIS, Ring, when
@@ -74,8 +74,13 @@ class MatmulContext:
     scratch: Scratch
     warpgroup: Scalar
     program: Scalar
-    programs: int
+    rounds: Rounds
     split: RegisterSplit | None = None
+
+    @property
+    def programs(self) -> int:
+        """The number of clusters that run at a time."""
+        return self.rounds.programs
 
     @property
     def registers(self) -> RegisterSplit | None:
@@ -132,15 +137,15 @@ def matmul_kernel(
     params = plan.params
     consumers, cluster = params.consumers, params.cluster
     # Persistent, a cluster for as many SMs as it has CTAs: any two SMs of a GPC make one, so none is left over.
-    programs = num_sms // cluster
-    items = schedule.items()
-    if isinstance(items, int):
-        programs = min(programs, items)
-    masks = isinstance(schedule, RaggedReductionSchedule)
+    items, rounds = schedule.items(), Rounds(num_sms // cluster)
+    if masks := isinstance(schedule, RaggedReductionSchedule):
+        rounds = Rounds.in_waves(schedule.items(), rounds.programs)
+    elif isinstance(items, int):
+        rounds = Rounds(min(rounds.programs, items))
 
     def body(operands: Operands, results: tuple[Ref, ...], scratch: Scratch) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        context = MatmulContext(plan, operands, results, scratch, warpgroup, lax.axis_index("program"), programs)
+        context = MatmulContext(plan, operands, results, scratch, warpgroup, lax.axis_index("program"), rounds)
         # Consumers come first, so that a consumer's index is its warpgroup's. Every role changes its registers by
         # setmaxnreg: the increase of a consumer blocks until the producer has given up its own.
         pl.when(warpgroup < consumers)(lambda: run_consumer(context))
@@ -159,7 +164,7 @@ def matmul_kernel(
         tuple(results),
         scratch,
         role="products",
-        num_ctas=programs,
+        num_ctas=rounds.grid(items) if isinstance(items, int) else rounds.programs,
         warpgroups=consumers + 1,
         cluster=cluster,
     )
@@ -172,14 +177,13 @@ def for_each_item(context: MatmulContext, role: Callable[[Work, Scalar, Scalar],
     Step 0 of the item is step ``first`` of the ring. Owner is the consumer that has the item, where they take turns.
     The next item is decoded before the role of one begins, so that the latency of tables is hidden.
     """
-    schedule, stride, owners = context.schedule, jnp.int32(context.programs), jnp.int32(context.plan.params.owners)
-    # The items of a cluster are that far apart: all clusters work on neighbouring tiles at a time.
+    schedule, owners = context.schedule, jnp.int32(context.plan.params.owners)
     items = jnp.asarray(schedule.items(), jnp.int32)
-    count = lax.div(items - context.program + stride - 1, stride)
+    begin, count = context.rounds.of(context.program, items)
 
     def decode(index: Scalar) -> Work:
         # The one behind the last is decoded, too, and not used.
-        item = jnp.minimum(context.program + index * stride, items - 1)
+        item = jnp.minimum(begin + index * context.programs, items - 1)
         return schedule.work(item, context.cta)
 
     def one(index: Scalar, carry: tuple[Scalar, Work]) -> tuple[Scalar, Work]:

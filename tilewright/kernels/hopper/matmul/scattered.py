@@ -41,7 +41,7 @@ from tilewright.kernels.hopper.matmul.kernel import (
 )
 from tilewright.kernels.hopper.matmul.params import BLOCK_BYTES, MatmulParams
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
-from tilewright.kernels.hopper.matmul.schedule import ScatteredSchedule, Work
+from tilewright.kernels.hopper.matmul.schedule import Rounds, ScatteredSchedule, Work
 from tilewright.kernels.hopper.matmul.sending import (
     DeviceRing,
     Outgoing,
@@ -167,7 +167,7 @@ def scattered_matmul(
         arrived: Any = pl.get_global(plgpu.SemaphoreType.REGULAR(((devices - 1) * tiles,)))
         warpgroup = lax.axis_index("warpgroup")
         context = MatmulContext(
-            plan, operands, (arrays.out,), scratch.matmul, warpgroup, lax.axis_index("program"), programs,
+            plan, operands, (arrays.out,), scratch.matmul, warpgroup, lax.axis_index("program"), Rounds(programs),
             PUSH_REGISTERS,
         )  # fmt: skip
         scatter = ScatterContext(context, ring, arrays, scratch, arrived)

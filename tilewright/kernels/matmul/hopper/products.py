@@ -18,7 +18,7 @@ from tilewright.kernels.hopper.matmul.operands import OperandLayout, atomic
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
 from tilewright.kernels.hopper.matmul.scaled import SCALE_BLOCK, Scales
-from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, RaggedRowsSchedule
+from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, RaggedRowsSchedule, longest_first
 from tilewright.kernels.hopper.rows import IndexedRows
 from tilewright.kernels.matmul.backend import Products
 from tilewright.kernels.matmul.groups import matrix_bounds, row_segments, row_tiles
@@ -194,7 +194,7 @@ def outer_products(
     """``leftᵀ · right`` over the rows of each group, ``[groups, columns of left, columns of right]``."""
     plan = reduction_plan(left.dtype, params, out_dtype)
     m, n = left.shape[1], right.shape[1]
-    schedule = RaggedReductionSchedule(*bounds, m, n, plan.lhs.block_k, plan.tile)
+    schedule = RaggedReductionSchedule(longest_first(*bounds), *bounds, m, n, plan.lhs.block_k, plan.tile)
     out = jax.ShapeDtypeStruct((bounds[0].shape[0], m, n), out_dtype)
     products, sms = [Factors(left, (right,))], num_sms(current_device())
     (result,) = matmul_kernel(products, [out], plan=plan, schedule=schedule, epilogue=AsSummed(), num_sms=sms)
