@@ -201,6 +201,24 @@ def test_gate_gradients(platform: Platform, activation: str, dtype: str):
     check(dict(zip(names, got, strict=True)), exact, low)
 
 
+def test_gate_gradients_of_tiles_with_rows_that_hold_no_choice(monkeypatch: pytest.MonkeyPatch):
+    """Tiles of many rows, as on a device with few cores: some of them, all of them."""
+    from tilewright.kernels.permutation.triton import movement
+
+    monkeypatch.setattr(movement, "PROGRAMS_PER_CORE", 0)
+    rows, held, n, call = 200, 70, 40, Call("")
+    gate, up, d_hidden = (call.array(seed, rows, n) for seed in range(3))
+    weights, row = call.array(6, rows, dtype="float32"), jnp.arange(rows, dtype=jnp.int32)
+    arguments = "silu", gate, up, d_hidden, weights, jnp.where(row < held, row, -1)
+    with interpret_triton(), recorded_launches() as launches:
+        jax.eval_shape(lambda: MOVEMENTS[Platform.TRITON].gate_gradients(*arguments))
+    (launched,) = launches
+    assert launched.grid[0] < rows / 8
+    got, want = (run(each, "gate_gradients", *arguments) for each in (Platform.TRITON, Platform.XLA))
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours[:held], theirs[:held], rtol=1e-5, atol=1e-6)
+
+
 @platforms
 def test_vmap_over_everything(platform: Platform):
     """And over one array alone, twice, as one call each."""
