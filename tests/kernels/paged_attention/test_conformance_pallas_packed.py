@@ -24,6 +24,7 @@ from tests.kernels.paged_attention.conformance import (
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels import kernel
 from tilewright.kernels.cuda import toolchain
+from tilewright.kernels.paged_attention.hopper import packed_backend
 from tilewright.kernels.paged_attention.hopper.packed_backend import HopperChunkParams, PallasGpuPackedAttention
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageAttention, RaggedPageCase
@@ -34,6 +35,13 @@ from tilewright.ops.utils.serialize import from_json, to_json
 pytestmark = pytest.mark.usefixtures("unoptimised")
 
 BACKEND = PallasGpuPackedAttention()
+
+
+@pytest.fixture(autouse=True)
+def few_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few programs, so that each has several items."""
+    monkeypatch.setattr(packed_backend, "num_sms", lambda _: 3)
+
 
 SIZES: dict[str, Any] = {
     "sequences": 3, "kv_length": 300, "heads": 4, "kv_heads": 2, "head_dim": 64, "page_size": 64, "dtype": "bfloat16",
@@ -65,11 +73,11 @@ def ragged_inputs(**fields: Any) -> PagedInputs:
 
 
 def forward(inputs: PagedInputs, stages: int = 2) -> Any:
-    return BACKEND.forward(inputs, HopperChunkParams(stages))
+    return BACKEND.forward(inputs, HopperChunkParams(stages, ping_pong=stages != 3, items=2 * stages))
 
 
 class TestPacked(CacheConformance):
-    """Numbers of stages take turns."""
+    """Numbers of stages take turns, with and without turns of the consumers, and with one item of a CTA or several."""
 
     backend = BACKEND
     device = H100
@@ -88,7 +96,7 @@ class TestPacked(CacheConformance):
 
     def params_of(self, inputs: PagedInputs) -> tuple[Any, Any]:
         assert not self.reasons(inputs, "forward")
-        return HopperChunkParams(self.stages), None
+        return HopperChunkParams(self.stages, self.stages != 3, (4, 1, 16)[self.stages - 2]), None
 
     def poisoned(self, poison: str) -> Poisoned:
         """What no query sees is not looked at: neither beyond the lengths nor before the window of the first query."""
@@ -190,3 +198,15 @@ def test_params():
     for wrong in (1, 9, True, 2.0):
         with pytest.raises(ValueError, match="num_stages"):
             HopperChunkParams(wrong)  # type: ignore[arg-type]
+    for fields in ({"items": 0}, {"items": True}, {"ping_pong": 1}):
+        with pytest.raises(ValueError, match="at least one item"):
+            HopperChunkParams(**fields)  # type: ignore[arg-type]
+
+
+def test_chunks_of_one_length_are_several_items_of_a_cta():
+    long, mixed = ({"sequences": 8, "q_lengths": (300,)}, {"sequences": 8, "q_lengths": (1, 300)})
+    for fields, items in ((long, 4), (mixed, 1)):
+        inputs = structs_of("ragged_page_attention", RaggedPageCase("", **SIZES | fields))
+        listed = BACKEND.candidates(inputs, H100, "forward")
+        assert listed[0] == HopperChunkParams(2, True, items)
+        assert len(listed) == len(set(listed))

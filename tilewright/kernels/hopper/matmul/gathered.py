@@ -48,7 +48,7 @@ from tilewright.kernels.hopper.matmul.kernel import (
 )
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan, plan_reasons
-from tilewright.kernels.hopper.matmul.schedule import GatheredSchedule, Rounds
+from tilewright.kernels.hopper.matmul.schedule import GatheredSchedule
 from tilewright.kernels.hopper.matmul.sending import (
     DeviceRing,
     Outgoing,
@@ -57,6 +57,7 @@ from tilewright.kernels.hopper.matmul.sending import (
     buffers_bytes,
     fence_copies,
 )
+from tilewright.kernels.hopper.rounds import Rounds
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 BUFFERS = 3

@@ -17,10 +17,11 @@ from tilewright.kernels.hopper.matmul.epilogue import Columns, Epilogue, Place
 from tilewright.kernels.hopper.matmul.mask import mask_step
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
 from tilewright.kernels.hopper.matmul.scaled import Scales, accumulate_scaled
-from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, Rounds, Schedule, Work
+from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, Schedule, Work
 from tilewright.kernels.hopper.matmul.store import store_tile
 from tilewright.kernels.hopper.panels import PanelRef, mma
 from tilewright.kernels.hopper.ring import CLUSTER_AXIS, Ring, when
+from tilewright.kernels.hopper.rounds import Rounds
 from tilewright.kernels.hopper.rows import IndexedRows, RowsOfTile, sources_of_tile
 from tilewright.kernels.hopper.tiles import store_unoptimised
 from tilewright.kernels.hopper.turns import TurnsPlan

@@ -41,7 +41,7 @@ from tilewright.kernels.hopper.matmul.kernel import (
 )
 from tilewright.kernels.hopper.matmul.params import BLOCK_BYTES, MatmulParams
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
-from tilewright.kernels.hopper.matmul.schedule import Rounds, ScatteredSchedule, Work
+from tilewright.kernels.hopper.matmul.schedule import ScatteredSchedule, Work
 from tilewright.kernels.hopper.matmul.sending import (
     DeviceRing,
     Outgoing,
@@ -51,6 +51,7 @@ from tilewright.kernels.hopper.matmul.sending import (
     fence_copies,
 )
 from tilewright.kernels.hopper.matmul.store import store_tile
+from tilewright.kernels.hopper.rounds import Rounds
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.types import Ref, Scalar
 

@@ -1,9 +1,9 @@
 """Attention of packed queries over pages on Hopper: a warp-specialised kernel whose K and V come by TMA from pages.
 
-A CTA (a Pallas program) has one tile of queries and one key head: up to 128 / group tokens of one sequence, each with
-the ``group`` query heads that share the key head, so that K and V are loaded once for all of them. One producer
-warpgroup loads; two consumer warpgroups own 64 rows (``tokens`` tokens of each head) each. A step is a block of
-``block_k`` keys: a part of one page, or several pages.
+A work item is one tile of queries and one key head: up to 128 / group tokens of one sequence, each with the ``group``
+query heads that share the key head, so that K and V are loaded once for all of them. A CTA (a Pallas program) has one
+item after another (`ChunkCall.rounds`). One producer warpgroup loads; two consumer warpgroups own 64 rows (``tokens``
+tokens of each head) each. A step is a block of ``block_k`` keys: a part of one page, or several pages.
 
 ======  ===================================================  =====================  ==================================
 symbol  meaning                                              shape                  where it lives
@@ -19,21 +19,26 @@ O       PV, summed over the steps                            [64, dim] float32  
 bits    which of a block's pages are in the page table       one bit for each page  global memory, a scalar for a step
 ======  ===================================================  =====================  ==================================
 
-One tile of T steps; time runs to the right, and what stands below each other overlaps (Shah et al., "FlashAttention-3",
+One item of T steps; time runs to the right, and what stands below each other overlaps (Shah et al., "FlashAttention-3",
 2024, section 3.2)::
 
-    producer        K0 Q          K1 V0      K2 V1      ...  K(T-1) V(T-2)    V(T-1)
+    producer        K0 Q          K1 V0      K2 V1      ...  K(T-1) V(T-2)    V(T-1)        K0' Q' ...
     consumer, MMA           QK0   QK1 PV0    QK2 PV1    ...  QK(T-1) PV(T-2)  PV(T-1)
     consumer, ALU   swizzle Q  P0    P1 · αO    P2 · αO ...         P(T-1) · αO      O / l, lse -> TMA store
 
-Before PV of a block that is masked in part, both consumers clear the rows of V that no query sees, half of the block
-each. A tile of at most 64 rows, such as one token to decode, leaves the second consumer only this. It is bound by
+Q of the next item is loaded as soon as both consumers have swizzled this one, its first K and V when stages are free.
+Under ``ping_pong`` the consumers take turns to issue QKᵀ and PV, so that the softmax of one runs beside the MMAs of the
+other (section 3.1).
+
+Before PV of a block that does not consist of tokens, both consumers clear the rows of V that no query sees, half of the
+block each. A tile of at most 64 rows, such as one token to decode, leaves the second consumer only this. It is bound by
 memory bandwidth where full tiles are bound by the tensor cores, so that `ordered_work` starts tiles of both kinds side
 by side.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple, Self
 
 import jax
@@ -56,6 +61,7 @@ from tilewright.kernels.hopper.softmax import (
     split_scale,
 )
 from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, store_unoptimised, tile_layout
+from tilewright.kernels.hopper.turns import Turns
 from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.paged_attention.hopper.packed_work import (
     CONSUMERS,
@@ -87,16 +93,19 @@ class ChunkOperands[Operand](NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkContext:
-    """Everything that a warpgroup role needs.
+    """Everything that a warpgroup role needs of an item.
 
     Attributes:
+      scratch: rings count the steps of the item from 0.
       warpgroup: index of the warpgroup: the consumers, then the producer.
+      number: of the item among those of this CTA that have work.
       order_index: of the tile in the order of ``operands.work``.
       work: the tile, as it was read at the start.
       has_work: whether there is a tile at that index.
       steps: blocks of keys, at least one.
       first_bits: index in ``operands.bits`` of step 0.
       full_from, full_until: in these steps every row sees all keys of a block whose pages are all present.
+      written_from, written_until: in these all keys of such a block are those of tokens.
       zero: a 0 that is not a constant: JAX 0.12 refuses a slice that it can see to exceed an array.
       my_rows: rows of the tile that this consumer owns.
     """
@@ -105,8 +114,9 @@ class ChunkContext:
     plan: ChunkPlan
     operands: ChunkOperands[Ref]
     results: AttentionResults[Ref]
-    scratch: ChunkScratch[Ring, Ref]
+    scratch: ChunkScratch[Ring, Turns, Ref]
     warpgroup: jax.Array
+    number: Scalar
     kv_head: jax.Array
     order_index: jax.Array
     work: TileWork
@@ -115,45 +125,43 @@ class ChunkContext:
     first_bits: jax.Array
     full_from: jax.Array
     full_until: jax.Array
+    written_from: jax.Array
+    written_until: jax.Array
     zero: jax.Array
     my_rows: pl.Slice
 
     @classmethod
-    def of_program(
-        cls,
-        call: ChunkCall,
-        plan: ChunkPlan,
-        operands: ChunkOperands[Ref],
-        results: AttentionResults[Ref],
-        scratch: ChunkScratch[Ring, Ref],
-    ) -> Self:
-        """The context of this CTA. ``tiles_at_once`` CTAs with one key head are followed by those with the next one."""
+    def of_item(cls, kernel: "ChunkKernel", item: Scalar, number: Scalar, first: Scalar) -> Self:
+        """The context of an item, whose step 0 is step ``first`` of the CTA.
+
+        ``tiles_at_once`` items with one key head are followed by those with the next one.
+        """
+        call, operands, scratch, warpgroup = kernel.call, kernel.operands, kernel.scratch, kernel.warpgroup
         block_k, at_once = call.block_k, call.tiles_at_once
-        program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         # Key heads alternate after as many tiles as are resident at a time, so that their K and V are read from L2.
-        within = lax.rem(program, jnp.int32(at_once * call.kv_heads))
+        within = lax.rem(item, jnp.int32(at_once * call.kv_heads))
         kv_head = lax.div(within, jnp.int32(at_once))
-        order_index = lax.div(program, jnp.int32(at_once * call.kv_heads)) * at_once + lax.rem(
-            within, jnp.int32(at_once)
-        )
+        order_index = lax.div(item, jnp.int32(at_once * call.kv_heads)) * at_once + lax.rem(within, jnp.int32(at_once))
         work = read_work(call, operands, order_index)
-        has_work = work.tokens > 0
-        first, steps = work.first(block_k), work.total(block_k)
+        block, steps = work.first(call), work.total(call)
         return cls(
             call=call,
-            plan=plan,
+            plan=kernel.plan,
             operands=operands,
-            results=results,
-            scratch=scratch,
+            results=kernel.results,
+            scratch=scratch._replace(k=scratch.k.after(first), v=scratch.v.after(first)),
             warpgroup=warpgroup,
+            number=number,
             kv_head=kv_head,
             order_index=order_index,
             work=work,
-            has_work=has_work,
+            has_work=work.tokens > 0,
             steps=steps,
-            first_bits=work.sequence * call.blocks + first,
-            full_from=lax.div(work.all_low + (block_k - 1), jnp.int32(block_k)) - first,
-            full_until=lax.div(work.all_high, jnp.int32(block_k)) - first,
+            first_bits=work.sequence * call.blocks + block,
+            full_from=lax.div(work.all_low + (block_k - 1), jnp.int32(block_k)) - block,
+            full_until=lax.div(work.all_high, jnp.int32(block_k)) - block,
+            written_from=lax.div(work.low + (block_k - 1), jnp.int32(block_k)) - block,
+            written_until=lax.div(work.written, jnp.int32(block_k)) - block,
             zero=warpgroup * 0,
             my_rows=pl.ds(warpgroup * ROWS, ROWS),
         )
@@ -164,7 +172,17 @@ class ChunkContext:
 
     def first_key(self, work: TileWork, step: Scalar) -> jax.Array:
         """Position of the first key of a step."""
-        return (work.first(self.call.block_k) + step) * self.call.block_k
+        return jnp.asarray((work.first(self.call) + step) * self.call.block_k)
+
+    def wait_turn(self) -> None:
+        """Waits for this consumer's turn to issue MMAs, under ``ping_pong``."""
+        if self.call.ping_pong:
+            self.scratch.turns.wait(self.warpgroup)
+
+    def pass_turn(self) -> None:
+        """Gives the turn to the other consumer, under ``ping_pong``."""
+        if self.call.ping_pong:
+            self.scratch.turns.pass_on(self.warpgroup)
 
     def page_bits(self, step: Scalar) -> jax.Array:
         """Bits of the present pages of a step; after the last step, those of the last one."""
@@ -172,12 +190,44 @@ class ChunkContext:
 
     def is_full(self, step: Scalar, bits: jax.Array) -> jax.Array:
         """True where every row sees all keys of a step."""
-        return (step >= self.full_from) & (step < self.full_until) & (bits == self.call.all_pages)
+        return self._within(step, self.full_from, self.full_until) & (bits == self.call.all_pages)
+
+    def is_written(self, step: Scalar, bits: jax.Array) -> jax.Array:
+        """True where all keys of a step are those of tokens, whether or not a row sees them."""
+        return self._within(step, self.written_from, self.written_until) & (bits == self.call.all_pages)
+
+    def _within(self, step: Scalar, begin: Scalar, end: Scalar) -> jax.Array:
+        # Without a window the first step is 0, and no register holds it.
+        return jnp.asarray(step < end if self.call.left is None else (step >= begin) & (step < end))
 
 
 def read_work(call: ChunkCall, operands: ChunkOperands[Ref], order_index: Scalar) -> TileWork:
     """The tile at an index of the order, as scalars."""
     return TileWork(*(operands.work[field * call.order_length + order_index] for field in range(FIELDS)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkKernel:
+    """What a warpgroup needs of all items of its CTA."""
+
+    call: ChunkCall
+    plan: ChunkPlan
+    operands: ChunkOperands[Ref]
+    results: AttentionResults[Ref]
+    scratch: ChunkScratch[Ring, Turns, Ref]
+    warpgroup: jax.Array
+
+    def for_each_item(self, role: Callable[[ChunkContext], None]) -> None:
+        """Calls the role of a warpgroup for each item of this CTA that has a tile."""
+        begin, count = self.call.rounds.of(lax.axis_index("program"), self.call.items)
+
+        def one(index: Scalar, carry: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+            number, first = carry
+            ctx = ChunkContext.of_item(self, begin + index * self.call.rounds.programs, number, first)
+            pl.when(ctx.has_work)(lambda: role(ctx))
+            return number + ctx.has_work.astype(jnp.int32), first + jnp.where(ctx.has_work, ctx.steps, 0)
+
+        lax.fori_loop(0, count, one, (jnp.int32(0), jnp.int32(0)))
 
 
 def register_split(dim: int) -> RegisterSplit:
@@ -188,9 +238,16 @@ def register_split(dim: int) -> RegisterSplit:
 # The producer.
 
 
-def run_producer(ctx: ChunkContext) -> None:
+def run_producer(kernel: ChunkKernel) -> None:
+    """Loads Q, K and V of all items of this CTA, and gives the first turn to consumer 0."""
+    plgpu.set_max_registers(register_split(kernel.plan.dim).producer, action="decrease")
+    if kernel.call.ping_pong:
+        kernel.scratch.turns.begin()
+    kernel.for_each_item(produce_item)
+
+
+def produce_item(ctx: ChunkContext) -> None:
     """Loads Q, and K and V of all steps of the tile."""
-    plgpu.set_max_registers(register_split(ctx.plan.dim).producer, action="decrease")
     call, operands, scratch = ctx.call, ctx.operands, ctx.scratch
 
     def load_both(step: Scalar, _: None) -> None:
@@ -210,6 +267,7 @@ def run_producer(ctx: ChunkContext) -> None:
 
     # K of step 0 first: it is on its way while the pieces of Q are issued.
     load_block(ctx, scratch.k, operands.key, ctx.zero)
+    pl.when(ctx.number > 0)(lambda: plgpu.barrier_wait(scratch.queries_free))
     lax.fori_loop(0, ctx.plan.pieces, load_queries, None)
     lax.fori_loop(1, ctx.steps, load_both, None)
     load_block(ctx, scratch.v, operands.value, ctx.zero + (ctx.steps - 1))
@@ -230,9 +288,18 @@ def load_block(ctx: ChunkContext, ring: Ring, ref: Ref, step: Scalar) -> None:
 # The consumers.
 
 
-def run_consumer(ctx: ChunkContext) -> None:
+def run_consumer(kernel: ChunkKernel) -> None:
+    """Computes this warpgroup's rows of all items of this CTA."""
+    plgpu.set_max_registers(register_split(kernel.plan.dim).consumer, action="increase")
+    kernel.for_each_item(consume_item)
+    # TMA must have read the last output before the CTA exits.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if kernel.call.ping_pong:
+        kernel.scratch.turns.take_last(kernel.warpgroup == 0, 0)
+
+
+def consume_item(ctx: ChunkContext) -> None:
     """Computes this warpgroup's rows of the tile, or helps the other consumer if there are none."""
-    plgpu.set_max_registers(register_split(ctx.plan.dim).consumer, action="increase")
 
     @pl.when(ctx.work.tokens > ctx.warpgroup * ctx.call.tokens)
     def _() -> None:
@@ -251,7 +318,9 @@ def attend(ctx: ChunkContext, acc: Ref) -> None:
 
     def qk_alone(scores: Ref) -> jax.Array:
         k_ring.load_from_shared(ctx.zero)
+        ctx.wait_turn()
         issue_qk(ctx, scores, ctx.zero)
+        ctx.pass_turn()
         return scores[...]
 
     # wgmma reads Q swizzled. TMA cannot swizzle a head's few rows, so Q passes through registers once.
@@ -282,7 +351,11 @@ def attend_step(
 
     def qk_beside_pv(scores: Ref) -> tuple[RowState, jax.Array]:
         k_ring.load_from_shared(step)
+        ctx.wait_turn()
         issue_qk(ctx, scores, step)
+        # Before PV, although it belongs to this turn: the consumers may meet where rows of V are cleared. PV is issued
+        # before the other one has seen its turn, unless it has to wait for V.
+        ctx.pass_turn()
         # After the issue of QKᵀ, which runs while rows of V are cleared.
         wait_values(ctx, step - 1, bits_before)
         plgpu.wgmma(acc, state.p, v_ring.get_mma_tile(step - 1))
@@ -302,8 +375,13 @@ def attend_without_rows(ctx: ChunkContext) -> None:
     """Releases the slots of all steps, and clears this warpgroup's half of V where that is needed."""
     k_ring, v_ring = ctx.scratch.k, ctx.scratch.v
 
+    plgpu.barrier_wait(ctx.scratch.queries_ready)
+    plgpu.barrier_arrive(ctx.scratch.queries_free)
+
     def one_step(step: Scalar, bits: jax.Array) -> jax.Array:
         bits_after = ctx.page_bits(step + 1)
+        ctx.wait_turn()
+        ctx.pass_turn()
         k_ring.load_from_shared(step)
         k_ring.release(step)
         wait_values(ctx, step, bits)
@@ -318,8 +396,11 @@ def swizzle_queries(ctx: ChunkContext) -> None:
     plgpu.barrier_wait(ctx.scratch.queries_ready)
     # Each consumer copies its own rows, and its MMAs read these only: no barrier with the other one.
     rows = plgpu.load(ctx.scratch.rows.at[ctx.my_rows], layout=tile_layout(), optimized=False)
+    # No MMA reads the tile of the item before any more: they have been waited for.
     ctx.scratch.q_tile.at[ctx.my_rows][...] = rows
+    # One fence for two: MMAs read what was written, and TMA may write what was read.
     plgpu.commit_smem()
+    plgpu.barrier_arrive(ctx.scratch.queries_free)
 
 
 def issue_qk(ctx: ChunkContext, scores: Ref, step: Scalar) -> None:
@@ -383,10 +464,10 @@ def visible_end(ctx: ChunkContext, work: TileWork, step: Scalar, bits: jax.Array
 
 
 def wait_values(ctx: ChunkContext, step: Scalar, bits: jax.Array) -> None:
-    """Waits for V of a step, and clears its rows that no query sees: they may hold anything, and 0 · NaN is NaN."""
+    """Waits for V of a step, and clears its rows that are no token's: they may hold anything, and 0 · NaN is NaN."""
     ctx.scratch.v.load_from_shared(step)
 
-    @pl.when(jnp.logical_not(ctx.is_full(step, bits)))
+    @pl.when(jnp.logical_not(ctx.is_written(step, bits)))
     def _() -> None:
         # Both consumers branch by the same scalars, so they meet at `cleared` in the same steps.
         clear_masked_values(ctx, step, bits)
@@ -415,14 +496,15 @@ def clear_masked_values(ctx: ChunkContext, step: Scalar, bits: jax.Array) -> Non
 def store_rows(ctx: ChunkContext, out: jax.Array, m: jax.Array, row_sum: jax.Array) -> None:
     """Normalises O, and stores out of the tokens that the tile has, and lse of all rows.
 
-    Output rows are staged row-major where this warpgroup's Q came to, and stored by one TMA copy for each head; where
-    the tile has fewer tokens than rows, by one for each row.
+    Output rows are staged row-major, and stored by one TMA copy for each head; where the tile has fewer tokens than
+    rows, by one for each row.
     """
     call, results = ctx.call, ctx.results
     work = ctx.work_again()
     scale = normaliser(row_sum)
-    # No thread reads Q there any more: `swizzle_queries` has ended with a barrier of the warpgroup.
-    staged = ctx.scratch.rows.at[ctx.my_rows]
+    staged = ctx.scratch.out.at[ctx.my_rows]
+    # TMA must have read the output of the item before.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     store_unoptimised(staged, (out * across(scale, ctx.plan.dim)).astype(ctx.plan.dtype))
     plgpu.commit_smem()
     token, head = work.token + ctx.warpgroup * call.tokens, ctx.kv_head * call.group
@@ -447,7 +529,6 @@ def store_rows(ctx: ChunkContext, out: jax.Array, m: jax.Array, row_sum: jax.Arr
     lse = row_lse(m, row_sum)
     # All rows are stored, as tiles have their own rows of lse; rows without a token are not read.
     results.lse.at[work.tile, ctx.kv_head, ctx.warpgroup][...] = lse
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 # The launch.
@@ -475,20 +556,28 @@ def chunk_kernel(
     """
     plan = call.plan(query.dtype, query.shape[2])
 
-    def body(operands: ChunkOperands[Ref], results: AttentionResults[Ref], scratch: ChunkScratch[Ring, Ref]) -> None:
-        # Nothing is shared between CTAs, so one without a tile simply ends.
-        ctx = ChunkContext.of_program(call, plan, operands, results, scratch)
-        pl.when(ctx.has_work & (ctx.warpgroup < CONSUMERS))(functools.partial(run_consumer, ctx))
-        pl.when(ctx.has_work & (ctx.warpgroup == CONSUMERS))(functools.partial(run_producer, ctx))
+    def body(
+        operands: ChunkOperands[Ref], results: AttentionResults[Ref], scratch: ChunkScratch[Ring, Turns, Ref]
+    ) -> None:
+        # Nothing is shared between CTAs.
+        warpgroup = lax.axis_index("warpgroup")
+        kernel = ChunkKernel(call, plan, operands, results, scratch, warpgroup)
+        pl.when(warpgroup < CONSUMERS)(lambda: run_consumer(kernel))
+        pl.when(warpgroup == CONSUMERS)(lambda: run_producer(kernel))
 
     operands = ChunkOperands[object](query, key, value, table, bits, work)
     results = AttentionResults(
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((call.tiles, call.kv_heads, CONSUMERS, ROWS), jnp.float32),
     )
-    # A CTA for each tile, with decoded tokens among them. An SM that has such a tile computes no chunk meanwhile: both
-    # kinds together take 574 µs where chunks alone take 413 and decoded tokens 307 (docs/notes/serving_attention.md).
-    num_ctas = call.order_length * call.kv_heads
+    # An SM that has a decoded token computes no chunk meanwhile: with a CTA for each item both kinds together took 574
+    # µs where chunks alone took 413 and decoded tokens 307 (docs/notes/serving_attention.md).
     return run_kernel(
-        body, operands, results, plan.scratch(), role="attend", num_ctas=num_ctas, warpgroups=CONSUMERS + 1
+        body,
+        operands,
+        results,
+        plan.scratch(),
+        role="attend",
+        num_ctas=call.rounds.grid(call.items),
+        warpgroups=CONSUMERS + 1,
     )

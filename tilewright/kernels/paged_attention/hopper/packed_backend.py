@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from tilewright.kernels.hopper.device import num_sms
 from tilewright.kernels.hopper.limits import SHARED_BYTES, WARPGROUP_THREADS
 from tilewright.kernels.op.backend import InferenceBackend
 from tilewright.kernels.op.choice import Platform
@@ -16,10 +17,20 @@ from tilewright.kernels.paged_attention.packed import SERVES, is_deprioritized, 
 from tilewright.kernels.paged_attention.results import Results, empty_forward, run_with_sequential_vmap
 from tilewright.kernels.paged_attention.token_layout import boundaries, max_tiles, packed_tiles, packed_tokens
 from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.stable_ids import stable_id
 
 BLOCK_K = 128
 """Keys of a step; a page has a multiple of them, or a divisor."""
+
+
+SIMILAR_ITEMS = 4
+"""Items of a CTA where they take about the same time; with more, all CTAs end only when the slowest has its last."""
+
+MOST_ITEMS = 16
+
+LONG_CHUNK = 256
+"""Tokens of a sequence, in the mean, from which most items are chunks."""
 
 
 @stable_id(
@@ -32,13 +43,19 @@ class HopperChunkParams:
 
     Attributes:
       num_stages: stages of the rings of K and of V.
+      ping_pong: whether the consumers take turns to issue MMAs.
+      items: the most tiles of queries that a CTA computes one after another.
     """
 
     num_stages: int = 2
+    ping_pong: bool = True
+    items: int = 1
 
     def __post_init__(self) -> None:
         if type(self.num_stages) is not int or not 2 <= self.num_stages <= 8:
             raise ValueError(f"the producer needs a stage ahead of the consumers, 8 at most, got {self.num_stages=}")
+        if type(self.ping_pong) is not bool or type(self.items) is not int or self.items < 1:
+            raise ValueError(f"a CTA has at least one item, got {self.ping_pong=}, {self.items=}")
 
 
 class PallasGpuPackedAttention(InferenceBackend[PagedInputs, Results, HopperChunkParams]):
@@ -54,8 +71,12 @@ class PallasGpuPackedAttention(InferenceBackend[PagedInputs, Results, HopperChun
         return packed_reasons(inputs, device)
 
     def candidates(self, inputs: PagedInputs, device: Device, direction: Direction) -> list[HopperChunkParams]:
+        # Several items hide the start of all but one, an eighth of a fresh prefill. Where items differ, as chunks and
+        # decoded tokens do, the hardware shares them out better one by one (docs/notes/serving_attention.md).
+        best = SIMILAR_ITEMS if inputs.tokens >= LONG_CHUNK * inputs.sequences else 1
         # Not three stages: the slot of a step would need a division, for which ptxas spills registers.
-        listed = [HopperChunkParams(2), HopperChunkParams(4)]
+        listed = [HopperChunkParams(2, True, items) for items in dict.fromkeys((best, SIMILAR_ITEMS, 1, MOST_ITEMS))]
+        listed += [HopperChunkParams(2, False, best), HopperChunkParams(4, True, best)]
         return [params for params in listed if not self.config_reasons(inputs, device, direction, params)]
 
     def config_reasons(
@@ -96,6 +117,9 @@ def _call(inputs: PagedInputs, params: HopperChunkParams) -> ChunkCall:
         softmax_scale=inputs.softmax_scale,
         left=inputs.left,
         right=inputs.right,
+        ping_pong=params.ping_pong,
+        num_sms=num_sms(current_device()),
+        items_of_program=params.items,
     )
     tiles = max_tiles(inputs.tokens, inputs.sequences + 2, CONSUMERS * call.tokens)
     return dataclasses.replace(call, tiles=tiles)

@@ -14,8 +14,11 @@ from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import RingPart, RingPlan
+from tilewright.kernels.hopper.rounds import Rounds
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS
+from tilewright.kernels.hopper.turns import TurnsPlan
+from tilewright.kernels.hopper.types import Scalar
 from tilewright.kernels.paged_attention.inputs import FAR
 from tilewright.kernels.paged_attention.token_layout import TilePlan
 
@@ -34,24 +37,30 @@ TILE_OVERHEAD = 2
 """Cost of a tile besides its steps, in steps."""
 
 
-class ChunkScratch[R, M](NamedTuple):
+class ChunkScratch[R, T, M](NamedTuple):
     """Shared memory of the kernel: plans of rings and types or, in the kernel, what they bind.
 
     Attributes:
-      rows: Q as TMA brings it, then the output: row-major, for TMA swizzles only whole groups of 8 rows that start at a
-        multiple of 8, and a head's tokens need not.
+      rows: Q as TMA brings it: row-major, for TMA swizzles only whole groups of 8 rows that start at a multiple of 8,
+        and a head's tokens need not.
+      out: the output before its TMA stores, row-major.
       k, v: blocks of keys and values.
       q_tile: Q swizzled, as wgmma reads it.
       queries_ready: a barrier: all pieces of Q have arrived in ``rows``.
+      queries_free: a barrier: both consumers have read ``rows``.
       cleared: a barrier: both consumers have cleared masked rows of V.
+      turns: of the consumers, to issue MMAs under ``ping_pong``.
     """
 
     rows: M
+    out: M
     k: R
     v: R
     q_tile: M
     queries_ready: M
+    queries_free: M
     cleared: M
+    turns: T
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,20 +89,23 @@ class ChunkPlan:
     def queries(self) -> SharedTile:
         return SharedTile((BLOCK_ROWS, self.dim), self.dtype)
 
-    def scratch(self) -> ChunkScratch[RingPlan, object]:
+    def scratch(self) -> ChunkScratch[RingPlan, TurnsPlan, object]:
         """The rings, and scratch types of the buffers and of the barriers."""
         return ChunkScratch(
             rows=plgpu.SMEM(self.queries.shape, self.dtype),
+            out=plgpu.SMEM(self.queries.shape, self.dtype),
             k=self.keys,
             v=self.keys,
             q_tile=self.queries.scratch(),
             queries_ready=plgpu.Barrier(num_arrivals=self.pieces),
+            queries_free=plgpu.Barrier(num_arrivals=CONSUMERS),
             cleared=plgpu.Barrier(num_arrivals=CONSUMERS),
+            turns=TurnsPlan(CONSUMERS),
         )
 
     @property
     def shared_bytes(self) -> int:
-        return 2 * (self.keys.shared_bytes + self.queries.stack_bytes(1)) + RESERVED
+        return 2 * self.keys.shared_bytes + 3 * self.queries.stack_bytes(1) + RESERVED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,6 +118,9 @@ class ChunkCall:
       page_size: a multiple of ``block_k``, or a divisor.
       columns: columns of the page table, a whole number of blocks.
       left, right: keys visible before and after a query's position, None for all.
+      ping_pong: whether the consumers take turns to issue MMAs.
+      num_sms: CTAs that run at a time.
+      items_of_program: the most items of a CTA.
     """
 
     tiles: int
@@ -118,6 +133,9 @@ class ChunkCall:
     softmax_scale: float
     left: int | None
     right: int | None
+    ping_pong: bool
+    num_sms: int
+    items_of_program: int
 
     @property
     def tokens(self) -> int:
@@ -133,6 +151,16 @@ class ChunkCall:
     def order_length(self) -> int:
         """Length of the order of tiles, a multiple of ``tiles_at_once``: the last indices may have no tile."""
         return -(-self.tiles // self.tiles_at_once) * self.tiles_at_once
+
+    @property
+    def items(self) -> int:
+        """Work items: tiles of each key head, of which the last ones may have no tile."""
+        return self.order_length * self.kv_heads
+
+    @property
+    def rounds(self) -> Rounds:
+        """The items of each CTA. The hardware starts the next CTA where one ends, which evens out their times."""
+        return Rounds(min(self.num_sms, self.items), self.items_of_program)
 
     @property
     def capacity(self) -> int:
@@ -173,6 +201,8 @@ class TileWork:
       position: position of the first token in its sequence.
       low, high: some row sees keys from ``low`` on, and before ``high``.
       all_low, all_high: every row sees keys from ``all_low`` on, and before ``all_high``.
+      written: keys from ``low`` on and before ``written`` are those of tokens, if their pages are present; others may
+        hold anything.
     """
 
     tile: jax.Array
@@ -184,14 +214,15 @@ class TileWork:
     high: jax.Array
     all_low: jax.Array
     all_high: jax.Array
+    written: jax.Array
 
-    def first(self, block_k: int) -> jax.Array:
+    def first(self, call: ChunkCall) -> Scalar:
         """The first block of keys."""
-        return lax.div(self.low, jnp.int32(block_k))
+        return 0 if call.left is None else lax.div(self.low, jnp.int32(call.block_k))
 
-    def total(self, block_k: int) -> jax.Array:
+    def total(self, call: ChunkCall) -> jax.Array:
         """Blocks of keys, at least one."""
-        return jnp.maximum(lax.div(self.high + (block_k - 1), jnp.int32(block_k)) - self.first(block_k), 1)
+        return jnp.maximum(lax.div(self.high + (call.block_k - 1), jnp.int32(call.block_k)) - self.first(call), 1)
 
 
 FIELDS = len(dataclasses.fields(TileWork))
@@ -218,10 +249,10 @@ def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Arr
         all_low = jnp.clip(plan.position + plan.rows - (call.left + 1), 0, length)
     # Without keys a tile still has a step (`TileWork.total`), which is fully masked: its rows get 0 and −∞.
     no_keys = high <= low
-    low, high = jnp.where(no_keys, 0, low), jnp.where(no_keys, 0, high)
+    low, high, written = (jnp.where(no_keys, 0, x) for x in (low, high, length))
     number = jnp.arange(call.tiles, dtype=jnp.int32)
-    work = TileWork(number, plan.sequence, plan.token, plan.rows, plan.position, low, high, all_low, all_high)
-    cost = jnp.where(plan.rows > 0, work.total(call.block_k) + TILE_OVERHEAD, 0)
+    work = TileWork(number, plan.sequence, plan.token, plan.rows, plan.position, low, high, all_low, all_high, written)
+    cost = jnp.where(plan.rows > 0, work.total(call) + TILE_OVERHEAD, 0)
 
     def before(key: jax.Array) -> jax.Array:
         """``[tiles, tiles]``, True where the second tile comes before the first: a smaller key first."""
