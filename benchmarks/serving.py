@@ -42,6 +42,7 @@ _DECODE: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype":
 _LATENT: dict[str, Any] = {"heads": 128, "head_dim": 576, "value_dim": 512, "dtype": "bfloat16", "ragged": False}
 _BATCH_64: dict[str, Any] = {"sequences": 64, "kv_length": 8192, **_DECODE}
 _MIXED: dict[str, Any] = {**_DECODE, "ragged": True, "q_lengths": (*(1,) * 7, 512)}
+_FRESH: dict[str, Any] = {"sequences": 8, "kv_length": 2048, **_DECODE, "q_lengths": (2048,)}
 _SMALL: dict[str, Any] = {"sequences": 3, "kv_length": 100, "heads": 4, "kv_heads": 2, "head_dim": 16}
 
 
@@ -81,6 +82,13 @@ CELLS: dict[str, Cell] = {
     "mixed_64": Cell("ragged_page_attention", RaggedPageCase("", sequences=64, kv_length=8192, **_MIXED)),
     "mixed_64_page64": Cell(
         "ragged_page_attention", RaggedPageCase("", sequences=64, kv_length=8192, page_size=64, **_MIXED)
+    ),
+    "fresh_8x2048": Cell("ragged_page_attention", RaggedPageCase("", **_FRESH)),
+    "fresh_8x2048_page64": Cell("ragged_page_attention", RaggedPageCase("", **_FRESH, page_size=64)),
+    "fresh_8x2048_28_heads": Cell("ragged_page_attention", RaggedPageCase("", **_FRESH | {"heads": 28, "kv_heads": 4})),
+    "fresh_8x2048_d64": Cell("ragged_page_attention", RaggedPageCase("", **_FRESH | {"head_dim": 64})),
+    "chunks_8x512_over_8k": Cell(
+        "ragged_page_attention", RaggedPageCase("", **_FRESH | {"kv_length": 8192, "q_lengths": (512,)})
     ),
 }
 SMOKE: dict[str, Cell] = {
