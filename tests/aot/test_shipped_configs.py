@@ -254,6 +254,11 @@ def with_indexed_rows(call: str, direction: Direction, inputs: Any) -> Any:
     return inputs.replace(row_index=jax.ShapeDtypeStruct((inputs.rows,), "int32"))
 
 
+def with_indexed_cotangents(call: str, direction: Direction, inputs: Any) -> Any:
+    """The same of the cotangents."""
+    return inputs.replace(cotangent_index=jax.ShapeDtypeStruct((inputs.rows,), "int32"))
+
+
 def without_pre_activations(call: str, direction: Direction, inputs: Any) -> Any:
     return inputs.replace(keeps=False)
 
@@ -355,6 +360,7 @@ ROUTERS = TopKRouter.cases.by_device["gpu"] | variants(
 
 
 EVERY_CARD = tuple(CARDS)
+BOTH: tuple[Direction, ...] = ("forward", "backward")
 EVERY = (
     Shipped(
         "flash_attention",
@@ -414,13 +420,14 @@ EVERY = (
         Shipped(
             op,
             backend,
-            variants(case, {"indexed": {"rows": 8192, "k": 4096, "n": 2048}}),
-            directions=("forward",),
-            changed=with_indexed_rows,
+            variants(case, {name: {"rows": 8192, "k": 4096, "n": 2048}}),
+            directions=directions,
+            changed=changed,
         )
-        for op, backend, case in (
-            ("grouped_matmul", HopperGroupedMatmul(), GROUPED),
-            ("gated_grouped_matmul", HopperGatedGroupedMatmul(), GATED),
+        for op, backend, case, name, directions, changed in (
+            ("grouped_matmul", HopperGroupedMatmul(), GROUPED, "indexed", BOTH, with_indexed_rows),
+            ("gated_grouped_matmul", HopperGatedGroupedMatmul(), GATED, "indexed", BOTH, with_indexed_rows),
+            ("grouped_matmul", HopperGroupedMatmul(), GROUPED, "cotangents", ("backward",), with_indexed_cotangents),
         )
     ),
     Shipped("gated_grouped_matmul", TritonGatedGroupedMatmul(), GATED_CASES, EVERY_CARD, tuned=tuple(TRITON_PRODUCTS)),

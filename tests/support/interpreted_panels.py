@@ -69,14 +69,14 @@ def _sources_of_tile(index: Ref, first: Any, end: Any, rows: int) -> jax.Array:
     return jnp.where(row < end, found, -1)
 
 
-def _copy_rows(rows: RowsOfTile, tile: Ref, barrier: Any) -> None:
+def _copy_rows(rows: RowsOfTile, tiles: Ref, barrier: Any) -> None:
     """By stores of the threads, without a fence: the consumers have theirs."""
-    assert isinstance(tile, PanelRef)
-    (panel,), array = tile.operands, rows.array[...]
-    column = rows.start + jnp.arange(panel.shape[1])
-    is_inside = (rows.sources >= 0)[:, None] & (column < array.shape[1])
-    found = array[jnp.maximum(rows.sources, 0)[:, None], jnp.minimum(column, array.shape[1] - 1)]
-    panel[...] = jnp.where(is_inside, found, jnp.zeros_like(found))
+    array = rows.array[...]
+    for panel in indexed_rows.panels_of(tiles):
+        column = rows.start + panel.start + jnp.arange(panel.ref.shape[-1])
+        is_inside = (rows.sources >= 0)[:, None] & (column < array.shape[1])
+        found = array[jnp.maximum(rows.sources, 0)[:, None], jnp.minimum(column, array.shape[1] - 1)]
+        panel.ref[...] = jnp.where(is_inside, found, jnp.zeros_like(found))
     plgpu.barrier_arrive(barrier)
 
 

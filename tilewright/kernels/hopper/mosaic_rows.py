@@ -6,6 +6,7 @@ four whole lines of 128 bytes at a time, and the rows of a thread have the same 
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -64,14 +65,15 @@ def load_sources(rows: int, index: Any, first: Any, end: Any) -> Any:
     return mosaic.gpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
 
-def copy_sources(array: Any, sources: Any, start: Any, tile: Any) -> None:
+def copy_sources(array: Any, sources: Any, start: Any, panels: Sequence[Any], starts: Sequence[int]) -> None:
     """Starts the copies of this thread's part of a tile; zeros for negative sources, and behind the last column.
 
     Args:
       array: a memref ``[n, columns]`` in global memory, with rows at multiples of 16 bytes.
       sources: of `load_sources`.
       start: of columns, a ``FragmentedArray`` of one int32.
-      tile: a tiled memref with rows of 128 bytes, ``[rows / 8, 1, 8, width]``, in shared memory, aligned to an atom.
+      panels: tiled memrefs with rows of 128 bytes, ``[rows / 8, 1, 8, width]``, in shared memory, aligned to an atom.
+      starts: of each panel its first column in the tile.
     """
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
@@ -81,38 +83,44 @@ def copy_sources(array: Any, sources: Any, start: Any, tile: Any) -> None:
     kind = ir.MemRefType(array.type)
     itemsize, (_, columns) = utils.bytewidth(kind.element_type), kind.shape
     (stride, _), _ = kind.get_strides_and_offset()
-    row_atoms, _, atom_rows, width = ir.MemRefType(tile.type).shape
-    assert width * itemsize == LINE_BYTES, tile.type
-    assert row_atoms * atom_rows == sources.registers.size * ROWS_AT_A_TIME, tile.type
+    for panel in panels:
+        row_atoms, _, atom_rows, width = ir.MemRefType(panel.type).shape
+        assert width * itemsize == LINE_BYTES, panel.type
+        assert row_atoms * atom_rows == sources.registers.size * ROWS_AT_A_TIME, panel.type
     assert stride * itemsize % VECTOR_BYTES == 0, array.type
 
     def constant(value: int) -> Any:
         return utils.c(value, i32)
 
     line, vector_index = _place()
-    column = arith.addi(start.registers.item(), arith.muli(vector_index, constant(VECTOR_BYTES // itemsize)))
-    is_column = arith.cmpi(arith.CmpIPredicate.slt, column, constant(columns))
-    # Where nothing is read the address is inside of the array all the same.
-    column = arith.select(is_column, column, constant(0))
-    source = utils.getelementptr(_global_pointer(array), [column], kind.element_type)
+    own = arith.addi(start.registers.item(), arith.muli(vector_index, constant(VECTOR_BYTES // itemsize)))
     # TMA's and wgmma's swizzle: vector v of row r is in place v ^ (r % 8).
     place = arith.xori(vector_index, arith.andi(line, constant(SWIZZLE_ROWS - 1)))
     offset = arith.addi(arith.muli(line, constant(LINE_BYTES)), arith.muli(place, constant(VECTOR_BYTES)))
-    target = arith.addi(llvm.ptrtoint(i32, utils.memref_ptr(tile)), offset)
+    places = []
+    for panel, first in zip(panels, starts, strict=True):
+        column = arith.addi(own, constant(first)) if first else own
+        is_column = arith.cmpi(arith.CmpIPredicate.slt, column, constant(columns))
+        # Where nothing is read the address is inside of the array all the same.
+        column = arith.select(is_column, column, constant(0))
+        source = utils.getelementptr(_global_pointer(array), [column], kind.element_type)
+        places.append((is_column, source, arith.addi(llvm.ptrtoint(i32, utils.memref_ptr(panel)), offset)))
     for number, register in enumerate(sources.registers.flat):
         row = vector.extract(register, [], [0])
-        exists = arith.andi(arith.cmpi(arith.CmpIPredicate.sge, row, constant(0)), is_column)
+        is_row = arith.cmpi(arith.CmpIPredicate.sge, row, constant(0))
         # 64 bits: an array may have more than 2 GiB.
         begin = arith.muli(arith.extui(i64, arith.maxsi(row, constant(0))), utils.c(stride * itemsize, i64))
-        size = arith.select(exists, constant(VECTOR_BYTES), constant(0))
-        # cg: of 16 bytes, by the L2 cache alone. The bytes behind ``size`` become zeros.
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [target, utils.getelementptr(source, [begin], i8), size],
-            f"cp.async.cg.shared.global [$0 + {number * ROWS_AT_A_TIME * LINE_BYTES}], [$1], {VECTOR_BYTES}, $2;",
-            "r,l,r",
-            has_side_effects=True,
-        )
+        # Panel by panel of one row, whose lines lie one behind another in global memory.
+        for is_column, source, target in places:
+            size = arith.select(arith.andi(is_row, is_column), constant(VECTOR_BYTES), constant(0))
+            # cg: of 16 bytes, by the L2 cache alone. The bytes behind ``size`` become zeros.
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"),
+                [target, utils.getelementptr(source, [begin], i8), size],
+                f"cp.async.cg.shared.global [$0 + {number * ROWS_AT_A_TIME * LINE_BYTES}], [$1], {VECTOR_BYTES}, $2;",
+                "r,l,r",
+                has_side_effects=True,
+            )
 
 
 def _global_pointer(array: Any) -> Any:

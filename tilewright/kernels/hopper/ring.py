@@ -53,14 +53,18 @@ class RingPart:
       count: tiles, each of which a consumer takes by its index; None is one, without an index.
       copies: TMA copies that fill a tile, of equally many rows each.
       multicast: whether all CTAs of the cluster use the same tiles.
+      by_threads: whether threads of the producer copy all tiles at once, for TMA cannot.
     """
 
     tile: SharedTile
     count: int | None = None
     copies: int = 1
     multicast: bool = False
+    by_threads: bool = False
 
     def __post_init__(self) -> None:
+        if self.by_threads and (self.copies > 1 or self.multicast):
+            raise ValueError(f"threads copy a part at once, and for their own CTA, got {self}")
         if self.copies < 1 or self.tile.shape[0] % self.copies:
             raise ValueError(f"copies share the rows of a tile, got {self.copies=}, {self.tile=}")
 
@@ -72,6 +76,8 @@ class RingPart:
     @property
     def targets(self) -> list[tuple[Any, ...]]:
         """The place of each copy, as an index of the stage: tile after tile, and in it one copy below the other."""
+        if self.by_threads:
+            return [()]
         rows = self.tile.shape[0] // self.copies
         shares = [()] if self.copies == 1 else [(pl.ds(number * rows, rows),) for number in range(self.copies)]
         tiles = [()] if self.count is None else [(number,) for number in range(self.count)]
@@ -80,7 +86,8 @@ class RingPart:
     @property
     def arrivals(self) -> int:
         """Arrivals of the copies on the barrier of the stage: each panel of a tile arrives by itself."""
-        return (self.count or 1) * self.copies * self.tile.copies
+        # Once for all copies of a thread, whose arrival waits for those that it has started before.
+        return 1 if self.by_threads else (self.count or 1) * self.copies * self.tile.copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,8 +236,8 @@ class Ring:
     ) -> jax.Array | None:
         """Producer: starts the load of a stage, from a sliced reference in global memory for each of its copies.
 
-        In place of a reference there may be a function of the tile and of the barrier, which starts copies of threads
-        that arrive on it when they are complete.
+        Of a part that threads copy it is a function of all tiles and of the barrier, which starts these copies and
+        arrives on it when they are complete.
 
         With TMA it waits until the slot is empty, and starts the copies, in the order of ``RingPlan.targets``. With
         ``writers`` it loads this warpgroup's part into registers, in ``layout``, and waits for nothing: the slot is

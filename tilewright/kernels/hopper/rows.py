@@ -43,19 +43,20 @@ class IndexedRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowsOfTile:
-    """The rows of a tile, as the producer's threads have found them, from a column on.
+    """The rows of the tiles of a stage, as the producer's threads have found them, from a column on.
 
     Attributes:
       sources: registers of `sources_of_tile`.
+      start: the first column of the first tile; those of a stack have their columns one behind another.
     """
 
     array: Ref
     sources: jax.Array
     start: Scalar
 
-    def __call__(self, tile: Ref, barrier: Ref) -> None:
-        """Starts the copies into a tile, which arrive on a barrier of an array when they are complete."""
-        copy_rows(self, tile, barrier)
+    def __call__(self, tiles: Ref, barrier: Ref) -> None:
+        """Starts the copies into the tiles, which arrive on a barrier of an array when they are complete."""
+        copy_rows(self, tiles, barrier)
 
 
 def sources_of_tile(index: Ref, first: Scalar, end: Scalar, rows: int) -> jax.Array:
@@ -76,23 +77,43 @@ def sources_of_tile(index: Ref, first: Scalar, end: Scalar, rows: int) -> jax.Ar
     return load(index, *(jnp.asarray(x, jnp.int32) for x in (first, end)))
 
 
-def copy_rows(rows: RowsOfTile, tile: Ref, barrier: Any) -> None:
+class Panel(NamedTuple):
+    """A panel of the tiles that are copied, and its first column among all of them."""
+
+    ref: Ref
+    transforms: tuple[Any, ...]
+    start: int
+
+
+def panels_of(tiles: Ref) -> list[Panel]:
+    """The panels of a tile, or of a stack of tiles."""
+    assert isinstance(tiles, PanelRef)
+    stack, columns = tiles.shape[:-2], tiles.shape[-1]
+    each: list[Any] = [tiles.at[number] for number in range(stack[0])] if stack else [tiles]
+    return [
+        Panel(ref, transforms, number * columns + start)
+        for number, tile in enumerate(each)
+        for ref, transforms, start in zip(tile.operands, tile.transforms, tile.starts, strict=True)
+    ]
+
+
+def copy_rows(rows: RowsOfTile, tiles: Ref, barrier: Any) -> None:
     """`RowsOfTile.__call__` on the device."""
-    assert isinstance(tile, PanelRef)
-    (panel,), (transforms,) = tile.operands, tile.transforms
+    panels = panels_of(tiles)
 
     @plgpu.inline_mgpu(
         arg_types=(
             plgpu.RefType(),
-            _registers(tile.shape[0]),
+            _registers(tiles.shape[-2]),
             plgpu.Layout.WG_SPLAT(()),
-            plgpu.RefType(transforms),
+            *(plgpu.RefType(panel.transforms) for panel in panels),
         )
     )
     def copy(_: Any, *args: Any) -> None:
-        copy_sources(*args)
+        array, sources, start, *refs = args
+        copy_sources(array, sources, start, refs, [panel.start for panel in panels])
 
-    copy(rows.array, rows.sources, jnp.asarray(rows.start, jnp.int32), panel)
+    copy(rows.array, rows.sources, jnp.asarray(rows.start, jnp.int32), *(panel.ref for panel in panels))
     ((number,),) = (part.indices for part in barrier.transforms)
     arrive_primitive().bind(barrier.ref, jnp.asarray(number, jnp.int32))
 

@@ -108,9 +108,10 @@ class MatmulBackend[Forward, Backward](Backend[MatmulInputs, Any, Forward, Backw
             if inputs.wants(name):
                 gradients[name] = products.d_weight(name, d_product)
         return {
-            name: _cut(x.reshape(to_multiply.arrays[name].shape), like.shape).astype(like.dtype)
+            name: _cut(x.reshape(to_multiply.gradient_shape(name)), inputs.gradient_shape(name)).astype(
+                inputs.arrays[name].dtype
+            )
             for name, x in gradients.items()
-            for like in (inputs.arrays[name],)
         }
 
 

@@ -46,7 +46,9 @@ class MatmulInputs(OpInputs):
       fills: False where results of rows without a matrix may be anything, and not zeros.
       keeps: False to a forward pass whose pre-activations are not used.
       row_index: with groups, the rows that are multiplied: row r is row ``row_index[r]`` of lhs, or zeros where that is
-        negative; ``None`` for those of lhs itself. For another op's call of a backend that gathers.
+        negative; ``None`` for those of lhs itself. The gradient of lhs is then that of the rows, ``[rows, k]``. For
+        another op's call of a backend that gathers.
+      cotangent_index: the same of the cotangents of a backward pass.
     """
 
     lhs: Float[Array, "..."]
@@ -58,6 +60,7 @@ class MatmulInputs(OpInputs):
     lhs_scale: Float[Array, "*_"] | None = array(default=None, gradient=False)
     rhs_scale: Float[Array, "*_"] | None = array(default=None, gradient=False)
     row_index: Int32[Array, " rows"] | None = array(default=None, role="stage")
+    cotangent_index: Int32[Array, " rows"] | None = array(default=None, role="stage")
     activation: str | None = static(default=None)
     transpose_lhs: bool = static(default=False)
     transpose_rhs: bool = static(default=False)
@@ -101,6 +104,10 @@ class MatmulInputs(OpInputs):
     @functools.cached_property
     def n(self) -> int:
         return self.rhs.shape[-2 if self.transpose_rhs else -1]
+
+    def gradient_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the gradient of lhs or of a weight."""
+        return (self.rows, self.k) if name == "lhs" and self.row_index is not None else self.arrays[name].shape
 
     @functools.cached_property
     def out_shape(self) -> tuple[int, ...]:

@@ -26,8 +26,9 @@ part                    what an op gives
                         several products of one shape are summed (the gradient of lhs of a gated pair).
 operands' layouts       ``[x, k]`` or ``[k, x]``: wgmma transposes 16-bit tiles as it reads them, nothing is copied.
                         Ranges of K that end within a step are zeroed in shared memory (``mask.py``).
-rows by an index        ``lhs`` of a product may be `IndexedRows`: the producer's threads copy the rows that an index
-                        names (``hopper/rows.py``), beside the TMA copies of rhs.
+rows by an index        ``lhs`` of a product, or an operand of a sum over the rows of a group, may be `IndexedRows`:
+                        the producer's threads copy the rows that an index names (``hopper/rows.py``), beside the TMA
+                        copies of the others. Along K the rows of a step are found while the one before is loaded.
 ``scales``              of float8 operands: each step is scaled as it is added to the sum (``scaled.py``).
 ``epilogue``            from the float32 accumulators the tiles of the results, in registers, and values of rows: the
                         activation of a gated pair (``gate.py``), sums of a softmax. Its arrays are its leaves.
@@ -42,7 +43,8 @@ NN, NT, TN, TT, 16 bits                     `dense_products`    rows of operands
 sizes that no tile divides                  all                 TMA reads zeros and stores nothing beyond
 rows in groups, forward and dgrad           RaggedRows          rows without a group: no steps, zeros
 sum over the rows of a group (wgrad)        RaggedReduction     NaN in rows of others reaches nothing
-rows in groups, of tokens by an index       RaggedRows          16 bits, forward, tiles of up to 128 rows
+rows in groups, of tokens by an index       RaggedRows          16 bits, tiles of up to 128 rows
+sum over rows of tokens by an index         RaggedReduction     of one operand, which no cluster shares
 gated pair                                  two operands        columns are shared out: ``block_n / 2`` each
 float8, forward                             `accumulate_scaled` K in the rows of both; a turn for each part
 rows of several devices                     `gathered_matmul`   the producer sends the own ones, and waits for others

@@ -41,6 +41,13 @@ _SHORT = (MatmulParams(128, 128, 6, 2, 1, turns=True), MatmulParams(128, 128, 6,
 """Only for sums of few steps: with many, a cluster of such tiles is slower than two CTAs without one (8192³: 1.59 ms
 instead of 1.43)."""
 
+_SHARING_LHS = (
+    MatmulParams(128, 256, 4, 1, 2),
+    MatmulParams(128, 192, 4, 1, 2, turns=True),
+    MatmulParams(128, 128, 6, 1, 2, turns=True),
+)
+"""Only beside rows of rhs that an index names, which no cluster shares."""
+
 _SMALL = (MatmulParams(64, 128, 8, 1, 1), MatmulParams(64, 64, 8, 1, 1), MatmulParams(64, 256, 5, 1, 1))
 _BANDS = (8, 4, 1)
 
@@ -72,8 +79,14 @@ def rows_candidates(rows: int, groups: int, n: int, k: int, num_sms: int, accumu
     return _sorted((*_LARGE, *_TURNS, *_SMALL), seconds, band, accumulators)
 
 
-def reduction_candidates(rows: int, groups: int, m: int, n: int, num_sms: int) -> list[MatmulParams]:
-    """Configs of a sum of outer products over the rows of each group, of ``[m, n]``."""
+def reduction_candidates(
+    rows: int, groups: int, m: int, n: int, num_sms: int, lhs_indexed: bool = False, rhs_indexed: bool = False
+) -> list[MatmulParams]:
+    """Configs of a sum of outer products over the rows of each group, of ``[m, n]``.
+
+    Args:
+      lhs_indexed, rhs_indexed: whether an index names the rows of an operand.
+    """
     depth = rows / max(groups, 1)
 
     def seconds(tile: MatmulParams) -> float:
@@ -83,7 +96,16 @@ def reduction_candidates(rows: int, groups: int, m: int, n: int, num_sms: int) -
         return _both(_seconds(tile, groups * of_group, n, depth + BLOCK_K / 2, num_sms, 1), memory)
 
     # The less there is to load, the more the order of the stores matters.
-    return _sorted((*_LARGE, *_SHORT), seconds, _BANDS[0] if depth > 512 else _BANDS[1] if depth > 128 else _BANDS[2])
+    every = (*_LARGE, *_SHORT, *_SHARING_LHS) if rhs_indexed else (*_LARGE, *_SHORT)
+    tiles = [tile for tile in every if not shared_rows_reasons(tile, lhs_indexed, rhs_indexed)]
+    return _sorted(tiles, seconds, _BANDS[0] if depth > 512 else _BANDS[1] if depth > 128 else _BANDS[2])
+
+
+def shared_rows_reasons(params: MatmulParams, lhs_indexed: bool, rhs_indexed: bool) -> list[str]:
+    """The reason why a sum over rows that an index names does not take a config."""
+    if (params.cluster_n > 1 and lhs_indexed) or (params.cluster_m > 1 and rhs_indexed):
+        return [f"a cluster shares what TMA loads, and no rows that an index names, got {params}"]
+    return []
 
 
 def _memory(tile: MatmulParams, read: float, written: float) -> float:

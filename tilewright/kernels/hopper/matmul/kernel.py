@@ -15,21 +15,25 @@ from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import NARROW_REGISTERS, REGISTERS, RegisterSplit
 from tilewright.kernels.hopper.matmul.epilogue import Columns, Epilogue, Place
 from tilewright.kernels.hopper.matmul.mask import mask_step
+from tilewright.kernels.hopper.matmul.operands import OperandLayout
 from tilewright.kernels.hopper.matmul.plan import MatmulPlan
 from tilewright.kernels.hopper.matmul.scaled import Scales, accumulate_scaled
 from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, Schedule, Work
 from tilewright.kernels.hopper.matmul.store import store_tile
 from tilewright.kernels.hopper.panels import PanelRef, mma
-from tilewright.kernels.hopper.ring import CLUSTER_AXIS, Ring, when
+from tilewright.kernels.hopper.ring import CLUSTER_AXIS, Ring, RingPart, when
 from tilewright.kernels.hopper.rounds import Rounds
-from tilewright.kernels.hopper.rows import IndexedRows, RowsOfTile, sources_of_tile
+from tilewright.kernels.hopper.rows import RowsOfTile, sources_of_tile
 from tilewright.kernels.hopper.tiles import store_unoptimised
 from tilewright.kernels.hopper.turns import TurnsPlan
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 
 class Factors(NamedTuple):
-    """An lhs, `IndexedRows` or an array, and the operands of rhs, each of which has an accumulator."""
+    """An lhs, and the operands of rhs, each of which has an accumulator.
+
+    An operand is an array or, where its layout says so, `IndexedRows`.
+    """
 
     lhs: Any
     rhs: tuple[Any, ...]
@@ -86,13 +90,8 @@ class MatmulContext:
     @property
     def registers(self) -> RegisterSplit | None:
         """Registers of a thread by its role, or None: all have as many."""
-        by_consumers = {2: NARROW_REGISTERS} if self.gathers else REGISTERS
+        by_consumers = {2: NARROW_REGISTERS} if self.plan.gathers else REGISTERS
         return self.split or by_consumers.get(self.plan.params.consumers)
-
-    @property
-    def gathers(self) -> bool:
-        """True if the rows of lhs are those that an index names."""
-        return isinstance(self.operands.products[0].lhs, IndexedRows)
 
     @property
     def schedule(self) -> Schedule:
@@ -212,6 +211,29 @@ def run_producer(context: MatmulContext) -> None:
         stages.drain(steps)
 
 
+class Load(NamedTuple):
+    """An operand as the producer loads it, from element ``start`` of the dimension that is not K."""
+
+    layout: OperandLayout
+    ref: Any
+    start: Scalar
+    part: RingPart
+
+    def rows(self, work: Work, k: Scalar) -> jax.Array | None:
+        """The sources of the rows of the tiles at ``k``; None without an index."""
+        if not self.layout.indexed:
+            return None
+        first, end = (k, work.k_end) if self.layout.k_first else (self.start, work.row_end)
+        assert end is not None  # the rows are in groups
+        return sources_of_tile(self.ref.index, first, end, self.part.tile.shape[0])
+
+    def sources(self, work: Work, k: Scalar, rows: jax.Array | None) -> Sequence[Any]:
+        """The slices or rows that fill the tiles of the step at ``k``, in the order of the copies."""
+        if rows is None:
+            return self.layout.slices(self.ref, work.matrix, self.start, k, self.part)
+        return [RowsOfTile(self.ref.array, rows, self.start if self.layout.k_first else k)]
+
+
 def produce_item(
     context: MatmulContext, work: Work, first: Scalar, owner: Scalar, also: Callable[[Scalar], None] | None = None
 ) -> None:
@@ -221,34 +243,32 @@ def produce_item(
       also: what a producer does after the loads of each step, by its number in the ring.
     """
     plan, stages, products = context.plan, context.scratch.stages, context.operands.products
-    lhs_part, *rhs_parts = plan.stages.parts
     # Each product has the same K, so an item's steps are a multiple of their number.
     steps = lax.div(work.steps, jnp.int32(len(products)))
     first_column = work.column if work.rhs_column is None else work.rhs_column
     first_row = work.row if work.lhs_row is None else work.lhs_row
+    starts = (first_row, *[first_column] * len(plan.rhs))
 
-    def load(factors: Factors, found: jax.Array | None, first: Scalar, step: Scalar, _: None) -> None:
+    def load(operands: Sequence[Load], first: Scalar, step: Scalar, rows: Sequence[Any]) -> list[Any]:
         k = work.k + step * plan.lhs.block_k
-        sources: list[Any]
-        if found is None:
-            sources = [*plan.lhs.slices(factors.lhs, work.matrix, first_row, k, lhs_part)]
-        else:
-            sources = [RowsOfTile(factors.lhs.array, found, k)]
-        for layout, ref, part in zip(plan.rhs, factors.rhs, rhs_parts, strict=True):
-            sources += layout.slices(ref, work.matrix, first_column, k, part)
+        # Rows along K are others in each step. Those of the next one, so that the wait for the slot hides the latency
+        # of their index.
+        every = list(zip(operands, rows, strict=True))
+        following = [each.rows(work, k + plan.lhs.block_k) if each.layout.k_first else own for each, own in every]
+        sources = [source for each, own in every for source in each.sources(work, k, own)]
         # One wait for the slot, then all operands of the step: they are released together, too.
         stages.load_from_dram(first + step, *sources, owner=owner)
         if also is not None:
             also(first + step)
+        return following
 
     # The consumers do not know of several products: for them an item has that many more steps.
-    for number, factors in enumerate(products):
-        found = None
-        if context.gathers:
-            assert work.row_end is not None  # the rows are in groups
-            # Once for an item: the sources stay in registers over its steps.
-            found = sources_of_tile(factors.lhs.index, first_row, work.row_end, plan.params.block_m)
-        lax.fori_loop(0, steps, functools.partial(load, factors, found, first + number * steps), None)
+    for number, (lhs, rhs) in enumerate(products):
+        every = zip((plan.lhs, *plan.rhs), (lhs, *rhs), starts, plan.stages.parts, strict=True)
+        operands = [Load(*each) for each in every]
+        body = functools.partial(load, operands, first + number * steps)
+        # Rows of a tile are found once for an item: they stay in registers over its steps.
+        lax.fori_loop(0, steps, body, [each.rows(work, work.k) for each in operands])
 
 
 def run_consumer(context: MatmulContext) -> None:
@@ -313,7 +333,7 @@ def accumulate(context: MatmulContext, work: Work, first: Scalar, *accumulators:
             # 0.915 at 64 groups, 1.255 for 1.241 at 8.
             pl.when(index == work.steps - 1)(lambda: turns.pass_on(context.warpgroup))
         stages.load_from_shared(step, owner)
-        if context.gathers:
+        if plan.gathers:
             # wgmma reads through the async proxy what threads have copied, and which they complete without a fence.
             plgpu.commit_smem()
         if work.k_end is not None:

@@ -24,12 +24,14 @@ class OperandLayout:
       stacked: whether the array has a leading axis of matrices.
       panelled: whether a tile with several swizzle widths of columns lies in panels, each of them a copy; else it is
         one copy, and the array must consist of whole atoms (`atomic`), and the ranges of K too.
+      indexed: whether the array's rows are those that an index names (`IndexedRows`), which threads copy.
     """
 
     dtype: np.dtype
     k_first: bool
     stacked: bool = False
     panelled: bool = True
+    indexed: bool = False
 
     @property
     def block_k(self) -> int:
@@ -42,13 +44,17 @@ class OperandLayout:
         Args:
           block: rows or columns of all consumers together.
           consumers: that share the block, and have tiles of their own where they cannot take rows of one.
+          multicast: whether all CTAs of a cluster have the same tiles; those of threads each copies for itself.
         """
+        indexed = self.indexed
+        multicast = multicast and not indexed
         if self.k_first:
             # Consumers have columns of their own: panels are chosen while the kernel is traced, not by an index.
             tile = SharedTile((self.block_k, block // consumers), self.dtype, BLOCK_BYTES, self.panelled)
-            return RingPart(tile, consumers, multicast=multicast)
+            return RingPart(tile, consumers, multicast=multicast, by_threads=indexed)
         # A row is one swizzle width, so the tile is one panel: one copy from an array of any length.
-        return RingPart(SharedTile((block, self.block_k), self.dtype, BLOCK_BYTES, True), 1, multicast=multicast)
+        tile = SharedTile((block, self.block_k), self.dtype, BLOCK_BYTES, True)
+        return RingPart(tile, 1, multicast=multicast, by_threads=indexed)
 
     def slices(self, ref: Ref, matrix: Scalar | None, start: Scalar, k: Scalar, part: RingPart) -> Sequence[Ref]:
         """The slices of the array that the tiles of a stage are loaded from."""

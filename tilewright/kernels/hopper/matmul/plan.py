@@ -39,6 +39,11 @@ class MatmulPlan:
             raise ValueError(f"takes {self.shared_bytes} bytes of shared memory, of {SHARED_BYTES}: {self.params}")
 
     @functools.cached_property
+    def gathers(self) -> bool:
+        """True if the rows of an operand are those that an index names."""
+        return any(layout.indexed for layout in (self.lhs, *self.rhs))
+
+    @functools.cached_property
     def columns(self) -> int:
         """Columns of an accumulator: the operands of rhs share the CTA's."""
         return self.params.block_n // len(self.rhs)

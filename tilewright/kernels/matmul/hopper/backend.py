@@ -4,9 +4,16 @@ import abc
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+import jax
+
 from tilewright.kernels.hopper.device import device_reasons, num_sms
 from tilewright.kernels.hopper.limits import MAX_INDEXED_ROWS, TMA_STRIDE_BYTES, WGMMA_M
-from tilewright.kernels.hopper.matmul.heuristics import dense_candidates, reduction_candidates, rows_candidates
+from tilewright.kernels.hopper.matmul.heuristics import (
+    dense_candidates,
+    reduction_candidates,
+    rows_candidates,
+    shared_rows_reasons,
+)
 from tilewright.kernels.hopper.matmul.operands import NARROW_DTYPES, operand_reasons
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.plan import plan_reasons
@@ -18,7 +25,7 @@ from tilewright.kernels.matmul.hopper.params import (
     HopperGroupedBackwardParams,
     HopperMatmulBackwardParams,
 )
-from tilewright.kernels.matmul.hopper.products import DenseProducts, GroupedProducts, plans_of
+from tilewright.kernels.matmul.hopper.products import DenseProducts, GroupedProducts, indexed_factors, plans_of
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint
@@ -46,8 +53,10 @@ class _HopperBackend(MatmulBackend[MatmulParams, Any], abc.ABC):
 
     def reasons(self, inputs: MatmulInputs, device: Device, direction: Direction) -> list[str]:
         reasons, dtypes = device_reasons(device), {name: x.dtype for name, x in inputs.operands.items()}
-        if inputs.row_index is not None and (direction == "backward" or _is_narrow(inputs)):
-            reasons.append("rows are gathered forward alone, and in 16 bits")
+        if (inputs.row_index is not None or inputs.cotangent_index is not None) and _is_narrow(inputs):
+            reasons.append("rows are gathered in 16 bits alone")
+        if inputs.row_index is not None and inputs.cotangent_index is not None:
+            reasons.append("rows of one operand alone are gathered: for both the producer lacks registers")
         if _is_narrow(inputs):
             reasons += operand_reasons(dtypes, inputs.out_dtype, {"k": inputs.k}, NARROW_DTYPES)
             reasons += operand_reasons({}, inputs.out_dtype, {"n": inputs.n})
@@ -76,7 +85,7 @@ class _HopperBackend(MatmulBackend[MatmulParams, Any], abc.ABC):
             if is_dense:
                 return dense_candidates(m, n, k, sms, accumulators=count)
             listed = rows_candidates(m, groups, n, k, sms, accumulators=count)
-            return [params for params in listed if not _index_reasons(inputs, params)]
+            return [params for params in listed if not _rows_reasons(inputs.row_index, params)]
         of_weight = (n, k) if inputs.transpose_rhs else (k, n)
         # All products of the gradient of lhs are in one kernel, of so many times as many steps.
         if is_dense:
@@ -84,7 +93,9 @@ class _HopperBackend(MatmulBackend[MatmulParams, Any], abc.ABC):
             of_rhs = dense_candidates(*of_weight, m, sms)
         else:
             of_lhs = rows_candidates(m, groups, k, count * n, sms)
-            of_rhs = reduction_candidates(m, inputs.matrices, *of_weight, sms)
+            of_lhs = [params for params in of_lhs if not _rows_reasons(inputs.cotangent_index, params)]
+            indexed = indexed_factors(inputs)
+            of_rhs = reduction_candidates(m, inputs.matrices, *of_weight, sms, *indexed)
         pairs = range(max(len(of_lhs), len(of_rhs)))
         return [self.backward_params(of_lhs[i % len(of_lhs)], of_rhs[i % len(of_rhs)]) for i in pairs]
 
@@ -93,7 +104,11 @@ class _HopperBackend(MatmulBackend[MatmulParams, Any], abc.ABC):
             assert isinstance(params, MatmulParams)
             if params.turns or params.block_n % SCALE_BLOCK or params.consumer_rows != WGMMA_M:
                 return [f"sums of float8 are of 64 rows and {SCALE_BLOCK} columns each, got {params}"]
-        reasons = _index_reasons(inputs, params) if direction == "forward" else []
+        if direction == "forward":
+            reasons = _rows_reasons(inputs.row_index, params)
+        else:
+            reasons = _rows_reasons(inputs.cotangent_index, params.lhs)
+            reasons += shared_rows_reasons(params.rhs, *indexed_factors(inputs))
         return reasons + plan_reasons(lambda: self.footprints(inputs, device, direction, params))
 
     def footprints(
@@ -115,9 +130,9 @@ def _is_narrow(inputs: MatmulInputs) -> bool:
     return is_grouped and 1 in (inputs.lhs.dtype.itemsize, inputs.rhs.dtype.itemsize)
 
 
-def _index_reasons(inputs: MatmulInputs, params: MatmulParams) -> list[str]:
-    """The reason why a forward kernel cannot gather its rows, if it does."""
-    if inputs.row_index is None or params.block_m <= MAX_INDEXED_ROWS:
+def _rows_reasons(index: jax.Array | None, params: MatmulParams) -> list[str]:
+    """The reason why a kernel cannot gather the rows of its tiles, if there is an index of them."""
+    if index is None or params.block_m <= MAX_INDEXED_ROWS:
         return []
     return [f"a tile has up to {MAX_INDEXED_ROWS} rows that an index names, got {params}"]
 

@@ -3,7 +3,7 @@
 import abc
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from tilewright.kernels.matmul.groups import matrix_bounds, row_segments, row_ti
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.scales import by_blocks, factor
 from tilewright.ops.utils.device import current_device
+
+type Rows = jax.Array | IndexedRows
+"""``[rows, columns]``, or such rows of an array by their index."""
 
 
 class HopperProducts(Products, abc.ABC):
@@ -90,9 +93,8 @@ class GroupedProducts(HopperProducts):
     def forward(self) -> list[jax.Array]:
         inputs = self.inputs
         scales = scales_of(inputs, self.params) if inputs.lhs.dtype.itemsize == 1 else None
-        rows = self.lhs if inputs.row_index is None else IndexedRows(self.lhs, inputs.row_index)
         return rows_by_matrices(
-            [Factors(rows, self.weights)],
+            [Factors(_indexed(self.lhs, inputs.row_index), self.weights)],
             self.bounds,
             self.params,
             inputs.out_dtype,
@@ -106,8 +108,9 @@ class GroupedProducts(HopperProducts):
 
     def d_lhs(self, d_products: Sequence[jax.Array]) -> jax.Array:
         inputs = self.inputs
+        rows = [_indexed(d, inputs.cotangent_index) for d in d_products]
         (gradient,) = rows_by_matrices(
-            [Factors(d, (weight,)) for d, weight in zip(d_products, self.weights, strict=True)],
+            [Factors(d, (weight,)) for d, weight in zip(rows, self.weights, strict=True)],
             self.bounds,
             self.params.lhs,
             inputs.lhs.dtype,
@@ -118,8 +121,10 @@ class GroupedProducts(HopperProducts):
         return gradient
 
     def d_weight(self, name: str, d_product: jax.Array) -> jax.Array:
-        left, right = (d_product, self.lhs) if self.inputs.transpose_rhs else (self.lhs, d_product)
-        return outer_products(left, right, self.bounds, self.params.rhs, self.inputs.weights[name].dtype)
+        inputs = self.inputs
+        pair = _indexed(self.lhs, inputs.row_index), _indexed(d_product, inputs.cotangent_index)
+        left, right = pair[::-1] if inputs.transpose_rhs else pair
+        return outer_products(left, right, self.bounds, self.params.rhs, inputs.weights[name].dtype)
 
 
 def plans_of(inputs: MatmulInputs, params: Any) -> list[MatmulPlan]:
@@ -131,10 +136,29 @@ def plans_of(inputs: MatmulInputs, params: Any) -> list[MatmulPlan]:
         return [dense_plan(dtype, any_shape, any_shape, number, one, inputs.out_dtype) for one, number in each]
     shape, k_first = inputs.rhs.shape, not inputs.transpose_rhs
     if is_forward:
-        return [rows_plan(dtype, shape, params, inputs.out_dtype, k_first=k_first, count=count)]
+        indexed = inputs.row_index is not None
+        return [rows_plan(dtype, shape, params, inputs.out_dtype, k_first=k_first, count=count, indexed=indexed)]
     # The gradient of lhs contracts over n: its K is the other dimension of the matrices.
-    of_lhs = rows_plan(dtype, shape, params.lhs, dtype, k_first=not k_first)
-    return [of_lhs, reduction_plan(dtype, params.rhs, inputs.rhs.dtype)]
+    indexed = inputs.cotangent_index is not None
+    of_lhs = rows_plan(dtype, shape, params.lhs, dtype, k_first=not k_first, indexed=indexed)
+    return [of_lhs, reduction_plan(dtype, params.rhs, inputs.rhs.dtype, indexed_factors(inputs))]
+
+
+class IndexedFactors(NamedTuple):
+    """True for each operand of a sum of outer products whose rows an index names."""
+
+    left: bool = False
+    right: bool = False
+
+
+def indexed_factors(inputs: MatmulInputs) -> IndexedFactors:
+    """The operands of the gradient of a weight whose rows an index names."""
+    pair = inputs.row_index is not None, inputs.cotangent_index is not None
+    return IndexedFactors(*(pair[::-1] if inputs.transpose_rhs else pair))
+
+
+def _indexed(rows: jax.Array, index: jax.Array | None) -> Rows:
+    return rows if index is None else IndexedRows(rows, index)
 
 
 def _dense(products: Sequence[Factors], transposes: tuple[bool, bool], params: MatmulParams) -> jax.Array:
@@ -177,7 +201,8 @@ def rows_by_matrices(
     rows, matrices = products[0]
     size, k = rows.shape
     n = matrices[0].shape[2 if k_first else 1]
-    plan = rows_plan(rows.dtype, matrices[0].shape, params, out_dtype, k_first=k_first, count=len(matrices))
+    shape, count, indexed = matrices[0].shape, len(matrices), isinstance(rows, IndexedRows)
+    plan = rows_plan(rows.dtype, shape, params, out_dtype, k_first=k_first, count=count, indexed=indexed)
     # A tile of rows is a cluster's: its CTAs share the tiles of one matrix.
     block = params.block_m * params.cluster_m
     tiles = row_tiles(*row_segments(*bounds, size, has_offset, fills), size, block)
@@ -189,10 +214,11 @@ def rows_by_matrices(
 
 
 def outer_products(
-    left: jax.Array, right: jax.Array, bounds: tuple[jax.Array, jax.Array], params: MatmulParams, out_dtype: DTypeLike
+    left: Rows, right: Rows, bounds: tuple[jax.Array, jax.Array], params: MatmulParams, out_dtype: DTypeLike
 ) -> jax.Array:
     """``leftᵀ · right`` over the rows of each group, ``[groups, columns of left, columns of right]``."""
-    plan = reduction_plan(left.dtype, params, out_dtype)
+    indexed = IndexedFactors(*(isinstance(each, IndexedRows) for each in (left, right)))
+    plan = reduction_plan(left.dtype, params, out_dtype, indexed)
     m, n = left.shape[1], right.shape[1]
     schedule = RaggedReductionSchedule(longest_first(*bounds), *bounds, m, n, plan.lhs.block_k, plan.tile)
     out = jax.ShapeDtypeStruct((bounds[0].shape[0], m, n), out_dtype)
@@ -209,20 +235,23 @@ def rows_plan(
     *,
     k_first: bool,
     count: int = 1,
+    indexed: bool = False,
 ) -> MatmulPlan:
     """The plan of `rows_by_matrices`, for matrices of this shape."""
     dtype = jnp.dtype(dtype)
     # Rows begin anywhere, so theirs are panels; matrices are whole atoms, or not.
-    lhs = OperandLayout(dtype, False)
+    lhs = OperandLayout(dtype, False, indexed=indexed)
     rhs = OperandLayout(dtype, k_first, stacked=True, panelled=not (k_first and atomic(shape, dtype)))
     return MatmulPlan(params, lhs, (rhs,) * count, out_dtype)
 
 
-def reduction_plan(dtype: DTypeLike, params: MatmulParams, out_dtype: DTypeLike) -> MatmulPlan:
+def reduction_plan(
+    dtype: DTypeLike, params: MatmulParams, out_dtype: DTypeLike, indexed: IndexedFactors = IndexedFactors()
+) -> MatmulPlan:
     """The plan of `outer_products`: in panels, for a group's rows begin anywhere."""
     # Both [rows, x]: the rows are K, and wgmma transposes both operands as it reads them.
-    layout = OperandLayout(jnp.dtype(dtype), True)
-    return MatmulPlan(params, layout, (layout,), out_dtype)
+    left, right = (OperandLayout(jnp.dtype(dtype), True, indexed=each) for each in indexed)
+    return MatmulPlan(params, left, (right,), out_dtype)
 
 
 def scales_of(inputs: MatmulInputs, params: MatmulParams) -> Scales:
