@@ -34,7 +34,7 @@ class ExpertsBackend(Backend[ExpertsInputs, ExpertsResults, ExpertsForwardParams
     """A backend whose matmuls are those of the backends of its name, and which defines only what moves the rows.
 
     Attributes:
-      gathers: whether their forward passes take rows by an index, ``MatmulInputs.row_index``.
+      gathers: whether these take rows by an index, ``MatmulInputs.row_index`` and ``cotangent_index``.
     """
 
     forward_params: ClassVar[type] = ExpertsForwardParams
@@ -60,17 +60,16 @@ class ExpertsBackend(Backend[ExpertsInputs, ExpertsResults, ExpertsForwardParams
         """The matmuls of a direction with their own directions, by the names of their configs.
 
         Args:
-          gathers: of the params of the forward pass.
+          gathers: of the params.
         """
-        each = inputs.abstract_matmuls
+        each = inputs.abstract_matmuls(gathers)
         if direction == "forward":
             gated = self.gated if inputs.is_fused else self.grouped
-            first = each["gathering" if gathers else "gated"]
-            return {"gated": (gated, first, "forward"), "down": (self.grouped, each["down"], "forward")}
+            return {"gated": (gated, each["gated"], "forward"), "down": (self.grouped, each["down"], "forward")}
         return {
             "hidden": (self.grouped, each["hidden"], "forward"),
             "gated": (self.gated, each["d_gated"], "backward"),
-            "down": (self.grouped, each["down"], "backward"),
+            "down": (self.grouped, each["d_down"], "backward"),
         }
 
     def reasons(self, inputs: ExpertsInputs, device: Device, direction: Direction) -> list[str]:
@@ -83,16 +82,15 @@ class ExpertsBackend(Backend[ExpertsInputs, ExpertsResults, ExpertsForwardParams
         return list(dict.fromkeys(found))
 
     def candidates(self, inputs: ExpertsInputs, device: Device, direction: Direction) -> Iterable[Params]:
-        if direction == "backward":
-            return [self.backward_params(**each) for each in self._listed(inputs, device, direction)]
+        params = self.forward_params if direction == "forward" else self.backward_params
         # Best guesses of both ways first. Copies of rows are written once and read again by the matmul: 0.18 of 1.15 ms
         # at 24576 tokens of 1536 with 8 of 128 experts of 256 on an H200.
         ways = (True, False) if self.gathers else (False,)
         listed = [
-            [self.forward_params(**each, gathers=gathers) for each in self._listed(inputs, device, direction, gathers)]
+            [params(**each, gathers=gathers) for each in self._listed(inputs, device, direction, gathers)]
             for gathers in ways
         ]
-        return [params for each in itertools.zip_longest(*listed) for params in each if params is not None]
+        return [found for each in itertools.zip_longest(*listed) for found in each if found is not None]
 
     def _listed(
         self, inputs: ExpertsInputs, device: Device, direction: Direction, gathers: bool = False
@@ -108,11 +106,11 @@ class ExpertsBackend(Backend[ExpertsInputs, ExpertsResults, ExpertsForwardParams
     def _parts(
         self, inputs: ExpertsInputs, direction: Direction, params: Params
     ) -> Iterator[tuple[MatmulBackend[Any, Any], MatmulInputs, Direction, Any]]:
-        for name, matmul in self.matmuls(inputs, direction, _gathers(params)).items():
+        for name, matmul in self.matmuls(inputs, direction, params.gathers).items():
             yield *matmul, getattr(params, name)
 
     def config_reasons(self, inputs: ExpertsInputs, device: Device, direction: Direction, params: Params) -> list[str]:
-        found = ["its matmuls take rows that were copied"] if _gathers(params) and not self.gathers else []
+        found = ["its matmuls take rows that were copied"] if params.gathers and not self.gathers else []
         for backend, matmul, way, own in self._parts(inputs, direction, params):
             wanted = backend.forward_params if way == "forward" else backend.backward_params
             if not isinstance(own, wanted):
@@ -185,12 +183,14 @@ class _Gradients:
         self.movement = backend.movement(inputs, current_device())
         self.gate, self.up, self.routing = results.gate, results.up, results.routing
         self.d_out = d_out.reshape(inputs.tokens, inputs.d).astype(inputs.out_dtype)
+        self.tokens = self.routing.source // inputs.k if params.gathers else None
 
     def by_name(self) -> dict[str, jax.Array]:
         inputs, routing, movement = self.inputs, self.routing, self.movement
         sizes = routing.group_sizes
-        d_rows = movement.gather(self.d_out, routing, fills=False)
-        d_hidden = self.backend.grouped.forward(inputs.hidden_gradient(d_rows, sizes), self.params.hidden).out
+        d_rows = self._rows_of(self.d_out)
+        matmul = inputs.hidden_gradient(d_rows, sizes, self.tokens)
+        d_hidden = self.backend.grouped.forward(matmul, self.params.hidden).out
         by_row = of_rows(inputs.weights, routing.source, 0)
         d_gate, d_up, hidden, dots = movement.gate_gradients(
             inputs.activation, self.gate, self.up, d_hidden, by_row, routing.source
@@ -199,16 +199,20 @@ class _Gradients:
         if inputs.wants("weights"):
             found["weights"] = self._of_weights(dots)
         if inputs.wants("down"):
-            matmul = inputs.down_matmul(hidden, sizes).replace(wanted=frozenset({"rhs"}))
+            matmul = inputs.d_down_matmul(hidden, sizes, self.tokens)
             found["down"] = self.backend.grouped.gradients(matmul, [d_rows], self.params.down)["rhs"]
-        for name, summed, weights in (
-            ("gate_bias", d_gate, None),
-            ("up_bias", d_up, None),
-            ("down_bias", d_rows, by_row),
+        for name, summed, weights, index in (
+            ("gate_bias", d_gate, None, None),
+            ("up_bias", d_up, None, None),
+            ("down_bias", d_rows, by_row, self.tokens),
         ):
             if inputs.arrays[name] is not None and inputs.wants(name):
-                found[name] = self._sums_by_expert(summed, weights)
+                found[name] = self._sums_by_expert(summed, weights, index)
         return found
+
+    def _rows_of(self, x: jax.Array) -> jax.Array:
+        """The rows of experts, or x itself where the matmuls take rows by the index of their tokens."""
+        return x if self.params.gathers else self.movement.gather(x, self.routing, fills=False)
 
     def _of_rows(self, d_products: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """The gradients of x and of both matrices of the gate, from those of the pre-activations."""
@@ -218,8 +222,7 @@ class _Gradients:
             return {}
         # Gathered again: without a barrier XLA takes the rows of the forward pass, and keeps them until here.
         x = kept_apart(inputs.x, self.d_out)
-        rows = self.movement.gather(x, self.routing, fills=False)
-        matmul = inputs.d_gated_matmul(rows, self.routing.group_sizes).replace(wanted=wanted)
+        matmul = inputs.d_gated_matmul(self._rows_of(x), self.routing.group_sizes, self.tokens).replace(wanted=wanted)
         of_matmul = self.backend.gated.gradients(matmul, d_products, self.params.gated)
         found = {name: of_matmul[own] for name, own in names.items() if own in of_matmul}
         if "x" in found:
@@ -237,8 +240,12 @@ class _Gradients:
             found += jnp.stack([(self.d_out.astype(wide) * each).sum(1) for each in biases], axis=1)
         return jnp.where(positions >= 0, found, 0)
 
-    def _sums_by_expert(self, rows: jax.Array, weights: jax.Array | None) -> jax.Array:
-        """Sums of rows over those of each expert, with weights: a matmul of few columns, in float32."""
+    def _sums_by_expert(self, rows: jax.Array, weights: jax.Array | None, index: jax.Array | None) -> jax.Array:
+        """Sums of rows over those of each expert, with weights: a matmul of few columns, in float32.
+
+        Args:
+          index: the token of each row, for tokens in place of rows.
+        """
         inputs, dtype = self.inputs, rows.dtype
         if weights is None:
             columns = [jnp.ones(inputs.rows, dtype)]
@@ -252,14 +259,11 @@ class _Gradients:
             wide,  # type: ignore[arg-type]
             out_dtype=inputs.out_dtype,
             group_sizes=self.routing.group_sizes,
+            cotangent_index=index,
             wanted=frozenset({"rhs"}),
         )
         found = self.backend.grouped.gradients(matmul, [rows], self.params.down)["rhs"]
         return found[:, : len(columns)].astype(inputs.accumulator).sum(1)
-
-
-def _gathers(params: Params) -> bool:
-    return isinstance(params, ExpertsForwardParams) and params.gathers
 
 
 def _empty_results(inputs: ExpertsInputs, shape: tuple[int, ...]) -> ExpertsResults:

@@ -150,32 +150,45 @@ class ExpertsInputs(OpInputs):
         )
         return matmul.replace(up=self.up, activation=self.activation) if self.is_fused else matmul
 
-    def d_gated_matmul(self, rows: Any, group_sizes: Any) -> MatmulInputs:
+    def d_gated_matmul(self, rows: Any, group_sizes: Any, row_index: jax.Array | None = None) -> MatmulInputs:
         """The same for its backward pass, which begins with the cotangents of both pre-activations."""
         activation = self.activation if self.is_fused else "identity"
-        return self.gated_matmul(rows, group_sizes).replace(up=self.up, activation=activation)
+        return self.gated_matmul(rows, group_sizes, row_index).replace(up=self.up, activation=activation)
 
     def down_matmul(self, hidden: Any, group_sizes: Any) -> MatmulInputs:
         return MatmulInputs(hidden, self.down, out_dtype=self.out_dtype, group_sizes=group_sizes, fills=False)
 
-    def hidden_gradient(self, d_out: Any, group_sizes: Any) -> MatmulInputs:
-        """The matmul of the rows' cotangents with the transposed matrices of the second half."""
-        return self.down_matmul(d_out, group_sizes).replace(transpose_rhs=True)
+    def d_down_matmul(self, hidden: Any, group_sizes: Any, row_index: jax.Array | None = None) -> MatmulInputs:
+        """The same for the gradient of its matrices.
 
-    @functools.cached_property
-    def abstract_matmuls(self) -> dict[str, MatmulInputs]:
-        """The matmuls of both passes with shapes and dtypes in place of arrays."""
+        Args:
+          row_index: the token of each row, for cotangents of tokens in place of those of rows.
+        """
+        matmul = self.down_matmul(hidden, group_sizes)
+        return matmul.replace(wanted=frozenset({"rhs"}), cotangent_index=row_index)
+
+    def hidden_gradient(self, d_out: Any, group_sizes: Any, row_index: jax.Array | None = None) -> MatmulInputs:
+        """The matmul of the rows' cotangents with the transposed matrices of the second half."""
+        return self.down_matmul(d_out, group_sizes).replace(transpose_rhs=True, row_index=row_index)
+
+    def abstract_matmuls(self, gathers: bool = False) -> dict[str, MatmulInputs]:
+        """The matmuls of both passes with shapes and dtypes in place of arrays.
+
+        Args:
+          gathers: whether they take tokens and an index of rows.
+        """
         inputs: ExpertsInputs = self.structs
-        rows, tokens = (jax.ShapeDtypeStruct((size, self.d), self.x.dtype) for size in (self.rows, self.tokens))
+        sizes = jax.ShapeDtypeStruct((self.num_experts,), jnp.int32)
+        index: Any = jax.ShapeDtypeStruct((self.rows,), jnp.int32) if gathers else None
+        count = self.tokens if gathers else self.rows
+        rows, d_out = (jax.ShapeDtypeStruct((count, self.d), dtype) for dtype in (self.x.dtype, self.out_dtype))
         hidden = jax.ShapeDtypeStruct((self.rows, self.n), self.out_dtype)
-        d_out = jax.ShapeDtypeStruct((self.rows, self.d), self.out_dtype)
-        index, sizes = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (self.rows, self.num_experts))
         return {
-            "gated": inputs.gated_matmul(rows, sizes),
-            "gathering": inputs.gated_matmul(tokens, sizes, index),  # type: ignore[arg-type]
-            "d_gated": inputs.d_gated_matmul(rows, sizes),
+            "gated": inputs.gated_matmul(rows, sizes, index),
+            "d_gated": inputs.d_gated_matmul(rows, sizes, index),
             "down": inputs.down_matmul(hidden, sizes),
-            "hidden": inputs.hidden_gradient(d_out, sizes),
+            "d_down": inputs.d_down_matmul(hidden, sizes, index),
+            "hidden": inputs.hidden_gradient(d_out, sizes, index),
         }
 
 

@@ -32,8 +32,11 @@ class ExpertsBackwardParams:
       hidden: of the forward pass of ``grouped_matmul``, which computes the cotangents of the hidden rows.
       gated: of the backward pass of the gated matmul.
       down: of the backward pass of ``grouped_matmul``.
+      gathers: whether the matmuls take the tokens and their cotangents as they are, and load the rows of experts from
+        them; else these are copied before.
     """
 
     hidden: Any
     gated: Any
     down: Any
+    gathers: bool = False
