@@ -26,7 +26,7 @@ from tests.kernels.matmul.grouped_oracle import oracle
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.hopper.matmul.params import MatmulParams
 from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, TileShape, longest_first
-from tilewright.kernels.hopper.rounds import Rounds
+from tilewright.kernels.hopper.schedule import Rounds
 from tilewright.kernels.matmul.cases import GroupedMatmulCase
 from tilewright.kernels.matmul.hopper import products
 from tilewright.kernels.matmul.hopper.backend import HopperGatedGroupedMatmul, HopperGroupedMatmul

@@ -57,7 +57,7 @@ from tilewright.kernels.hopper.matmul.sending import (
     buffers_bytes,
     fence_copies,
 )
-from tilewright.kernels.hopper.rounds import Rounds
+from tilewright.kernels.hopper.schedule import Rounds
 from tilewright.kernels.hopper.types import Ref, Scalar
 
 BUFFERS = 3

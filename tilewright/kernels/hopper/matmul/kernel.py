@@ -22,8 +22,8 @@ from tilewright.kernels.hopper.matmul.schedule import RaggedReductionSchedule, S
 from tilewright.kernels.hopper.matmul.store import store_tile
 from tilewright.kernels.hopper.panels import PanelRef, mma
 from tilewright.kernels.hopper.ring import CLUSTER_AXIS, Ring, RingPart, when
-from tilewright.kernels.hopper.rounds import Rounds
 from tilewright.kernels.hopper.rows import RowsOfTile, sources_of_tile
+from tilewright.kernels.hopper.schedule import Rounds
 from tilewright.kernels.hopper.tiles import store_unoptimised
 from tilewright.kernels.hopper.turns import TurnsPlan
 from tilewright.kernels.hopper.types import Ref, Scalar

@@ -51,7 +51,7 @@ from tilewright.kernels.hopper.matmul.sending import (
     fence_copies,
 )
 from tilewright.kernels.hopper.matmul.store import store_tile
-from tilewright.kernels.hopper.rounds import Rounds
+from tilewright.kernels.hopper.schedule import Rounds
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.types import Ref, Scalar
 

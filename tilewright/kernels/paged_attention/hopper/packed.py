@@ -93,7 +93,7 @@ class ChunkOperands[Operand](NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkContext:
-    """Everything that a warpgroup role needs of an item.
+    """Everything that the role of a warpgroup needs of an item.
 
     Attributes:
       scratch: rings count the steps of the item from 0.
@@ -208,7 +208,7 @@ def read_work(call: ChunkCall, operands: ChunkOperands[Ref], order_index: Scalar
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkKernel:
-    """What a warpgroup needs of all items of its CTA."""
+    """The references and sizes of a warpgroup for all items of its CTA."""
 
     call: ChunkCall
     plan: ChunkPlan

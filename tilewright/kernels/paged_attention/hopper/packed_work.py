@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import RingPart, RingPlan
-from tilewright.kernels.hopper.rounds import Rounds
+from tilewright.kernels.hopper.schedule import Rounds
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.hopper.turns import TurnsPlan
