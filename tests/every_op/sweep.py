@@ -66,7 +66,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "MatmulCase.rhs_dtype": (None, *DTYPES),
     "NormCase.leading": ((), (1,), (2,), (3, 2), (0,)),
     "NormCase.weight_dtype": (None, *DTYPES),
-    "PermuteCase.capacity": (None, 0, 1, 40),
+    "PermuteCase.capacity": (None, 1, 7, 40),
     "PermuteCase.experts": (1, 8, 60, 128, 256),
     "RopeCase.batch": (0, *FEW),
     "RopeCase.fraction": (0.25, 0.4, 1.0),
