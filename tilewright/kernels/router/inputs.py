@@ -86,7 +86,7 @@ def softmax(x: jax.Array) -> jax.Array:
     return powers / jnp.where(total == 0.0, 1.0, total)
 
 
-def _certain(x: jax.Array) -> jax.Array:
+def _probabilities(x: jax.Array) -> jax.Array:
     """The softmax, with 1 for +inf and 0 beside it."""
     infinite = x == jnp.inf
     return jnp.where(infinite.any(-1, keepdims=True), infinite.astype(x.dtype), softmax(x))
@@ -97,7 +97,9 @@ def _choice(inputs: RouterInputs, logits: jax.Array) -> jax.Array:
     if inputs.bias is None and not inputs.is_limited:
         keys = logits  # in the order of their scores, of which those of great logits may round alike
     else:
-        keys = {"softmax": _certain, "sigmoid": jax.nn.sigmoid, "softmax_after": lambda x: x}[inputs.scoring](logits)
+        keys = {"softmax": _probabilities, "sigmoid": jax.nn.sigmoid, "softmax_after": lambda x: x}[inputs.scoring](
+            logits
+        )
     if inputs.bias is not None:
         keys = keys + inputs.bias.astype(keys.dtype)
     keys = jnp.where((logits == -jnp.inf) | jnp.isnan(keys), -jnp.inf, keys)

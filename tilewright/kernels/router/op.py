@@ -130,8 +130,8 @@ def top_k_router(*args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
     Scores and weights are computed in float32, or float64 for float64 logits. Of equal experts the one with the lower
     index is chosen, and listed first. A NaN among the logits counts as −inf. An expert with −inf is chosen only by
     tokens that have fewer than k others; its weight is 0, its logit has the gradient 0, and a token without any finite
-    logit has weights of 0. A logit of +inf has the score 1, is the first choice without a bias, and makes weights NaN
-    unless they are ``"sigmoid"``'s.
+    logit has weights of 0. A logit of +inf is the first choice unless a bias outweighs its score of 1, and makes
+    weights NaN unless they are ``"sigmoid"``'s.
 
     Args:
       logits: ``[..., experts]``, floating-point.

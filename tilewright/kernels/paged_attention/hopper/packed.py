@@ -92,12 +92,26 @@ class ChunkOperands[Operand](NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ChunkContext:
-    """Everything that the role of a warpgroup needs of an item.
+class ChunkKernel:
+    """The references and sizes of a warpgroup, for all items of its CTA.
 
     Attributes:
-      scratch: rings count the steps of the item from 0.
       warpgroup: index of the warpgroup: the consumers, then the producer.
+    """
+
+    call: ChunkCall
+    plan: ChunkPlan
+    operands: ChunkOperands[Ref]
+    results: AttentionResults[Ref]
+    scratch: ChunkScratch[Ring, Turns, Ref]
+    warpgroup: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkContext(ChunkKernel):
+    """Everything that the role of a warpgroup needs of an item: the rings count its steps from 0.
+
+    Attributes:
       number: of the item among those of this CTA that have work.
       order_index: of the tile in the order of ``operands.work``.
       work: the tile, as it was read at the start.
@@ -110,12 +124,6 @@ class ChunkContext:
       my_rows: rows of the tile that this consumer owns.
     """
 
-    call: ChunkCall
-    plan: ChunkPlan
-    operands: ChunkOperands[Ref]
-    results: AttentionResults[Ref]
-    scratch: ChunkScratch[Ring, Turns, Ref]
-    warpgroup: jax.Array
     number: Scalar
     kv_head: jax.Array
     order_index: jax.Array
@@ -131,7 +139,7 @@ class ChunkContext:
     my_rows: pl.Slice
 
     @classmethod
-    def of_item(cls, kernel: "ChunkKernel", item: Scalar, number: Scalar, first: Scalar) -> Self:
+    def of_item(cls, kernel: ChunkKernel, item: Scalar, number: Scalar, first: Scalar) -> Self:
         """The context of an item, whose step 0 is step ``first`` of the CTA.
 
         ``tiles_at_once`` items with one key head are followed by those with the next one.
@@ -206,28 +214,18 @@ def read_work(call: ChunkCall, operands: ChunkOperands[Ref], order_index: Scalar
     return TileWork(*(operands.work[field * call.order_length + order_index] for field in range(FIELDS)))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ChunkKernel:
-    """The references and sizes of a warpgroup for all items of its CTA."""
+def for_each_item(kernel: ChunkKernel, role: Callable[[ChunkContext], None]) -> None:
+    """Calls the role of a warpgroup for each item of this CTA that has a tile."""
+    rounds, items = kernel.call.rounds, kernel.call.items
+    begin, count = rounds.of(lax.axis_index("program"), items)
 
-    call: ChunkCall
-    plan: ChunkPlan
-    operands: ChunkOperands[Ref]
-    results: AttentionResults[Ref]
-    scratch: ChunkScratch[Ring, Turns, Ref]
-    warpgroup: jax.Array
+    def one(index: Scalar, carry: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+        number, first = carry
+        ctx = ChunkContext.of_item(kernel, begin + index * rounds.programs, number, first)
+        pl.when(ctx.has_work)(lambda: role(ctx))
+        return number + ctx.has_work.astype(jnp.int32), first + jnp.where(ctx.has_work, ctx.steps, 0)
 
-    def for_each_item(self, role: Callable[[ChunkContext], None]) -> None:
-        """Calls the role of a warpgroup for each item of this CTA that has a tile."""
-        begin, count = self.call.rounds.of(lax.axis_index("program"), self.call.items)
-
-        def one(index: Scalar, carry: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
-            number, first = carry
-            ctx = ChunkContext.of_item(self, begin + index * self.call.rounds.programs, number, first)
-            pl.when(ctx.has_work)(lambda: role(ctx))
-            return number + ctx.has_work.astype(jnp.int32), first + jnp.where(ctx.has_work, ctx.steps, 0)
-
-        lax.fori_loop(0, count, one, (jnp.int32(0), jnp.int32(0)))
+    lax.fori_loop(0, count, one, (jnp.int32(0), jnp.int32(0)))
 
 
 def register_split(dim: int) -> RegisterSplit:
@@ -243,7 +241,7 @@ def run_producer(kernel: ChunkKernel) -> None:
     plgpu.set_max_registers(register_split(kernel.plan.dim).producer, action="decrease")
     if kernel.call.ping_pong:
         kernel.scratch.turns.begin()
-    kernel.for_each_item(produce_item)
+    for_each_item(kernel, produce_item)
 
 
 def produce_item(ctx: ChunkContext) -> None:
@@ -291,7 +289,7 @@ def load_block(ctx: ChunkContext, ring: Ring, ref: Ref, step: Scalar) -> None:
 def run_consumer(kernel: ChunkKernel) -> None:
     """Computes this warpgroup's rows of all items of this CTA."""
     plgpu.set_max_registers(register_split(kernel.plan.dim).consumer, action="increase")
-    kernel.for_each_item(consume_item)
+    for_each_item(kernel, consume_item)
     # TMA must have read the last output before the CTA exits.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if kernel.call.ping_pong:

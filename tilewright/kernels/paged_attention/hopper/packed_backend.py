@@ -55,7 +55,9 @@ class HopperChunkParams:
         if type(self.num_stages) is not int or not 2 <= self.num_stages <= 8:
             raise ValueError(f"the producer needs a stage ahead of the consumers, 8 at most, got {self.num_stages=}")
         if type(self.ping_pong) is not bool or type(self.items) is not int or self.items < 1:
-            raise ValueError(f"a CTA has at least one item, got {self.ping_pong=}, {self.items=}")
+            raise ValueError(
+                f"ping_pong is a bool, and a CTA has at least one item, got {self.ping_pong=}, {self.items=}"
+            )
 
 
 class PallasGpuPackedAttention(InferenceBackend[PagedInputs, Results, HopperChunkParams]):
