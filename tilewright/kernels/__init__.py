@@ -23,6 +23,7 @@ _OPS = {
     "chunked_prefill_paged_decode": f"{_PAGED}.chunked_prefill_paged_decode:ChunkedPrefillPagedDecode",
     "mla_decode": f"{_PAGED}.mla_decode:MlaDecode",
     "update_pages": f"{_PAGED}.update_pages:UpdatePages",
+    "sample": "tilewright.kernels.sampling.ops.sample:Sample",
     "rms_norm": "tilewright.kernels.norms.op:RmsNorm",
     "layer_norm": "tilewright.kernels.norms.op:LayerNorm",
     "rope": "tilewright.kernels.rope.op:Rope",

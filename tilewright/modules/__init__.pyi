@@ -49,6 +49,7 @@ from tilewright.kernels.rope.scaling import (
 )
 from tilewright.kernels.router.inputs import Scoring
 from tilewright.kernels.router.op import TopKRouter
+from tilewright.kernels.sampling.ops.sample import Sample
 from tilewright.modules import base
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "RmsNorm",
     "Rope",
     "RopeScaling",
+    "Sample",
     "TopKRouter",
     "UnifiedAttention",
     "Unpermute",
@@ -110,6 +112,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "router_z_loss",
+    "sample",
     "top_k_router",
     "unified_attention",
     "unpermute",
@@ -1257,6 +1260,45 @@ def rms_norm(
     cfg: object = None,
 ) -> Array | tuple[Array, Array]: ...
 def router_z_loss(logits: ArrayLike) -> Array: ...
+@overload
+def sample(
+    logits: ArrayLike,
+    key: ArrayLike,
+    *,
+    temperature: ArrayLike = 1.0,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+    return_log_probs: Literal[False] = False,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Array: ...
+@overload
+def sample(
+    logits: ArrayLike,
+    key: ArrayLike,
+    *,
+    temperature: ArrayLike = 1.0,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+    return_log_probs: Literal[True],
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> tuple[Array, Array]: ...
+@overload
+def sample(
+    logits: ArrayLike,
+    key: ArrayLike,
+    *,
+    temperature: ArrayLike = 1.0,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+    return_log_probs: bool = False,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Array | tuple[Array, Array]: ...
 @overload
 def unified_attention(
     query: ArrayLike,

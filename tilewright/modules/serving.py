@@ -1,4 +1,4 @@
-"""Serving attention as functions: decoding and chunked prefill over a cache of keys and values, paged or dense.
+"""Serving as functions: decoding and chunked prefill over a cache of keys and values, paged or dense, and sampling.
 
 All are only for inference, run on the default executor, eagerly and under ``jit``, ``scan`` and ``vmap``, and read
 nothing on the host. What bad lengths and page tables do is the same for all and is described in docs/serving.md: they
@@ -24,6 +24,7 @@ from tilewright.kernels.paged_attention.ops.ragged_decode_attention import (
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageAttention, ragged_page_attention
 from tilewright.kernels.paged_attention.ops.unified_attention import UnifiedAttention, unified_attention
 from tilewright.kernels.paged_attention.ops.update_pages import UpdatePages, update_pages
+from tilewright.kernels.sampling.ops.sample import Sample, sample
 
 __all__ = [
     "ChunkedPrefillPagedDecode",
@@ -32,6 +33,7 @@ __all__ = [
     "PageAttention",
     "RaggedDecodeAttention",
     "RaggedPageAttention",
+    "Sample",
     "UnifiedAttention",
     "UpdatePages",
     "chunked_prefill_paged_decode",
@@ -44,6 +46,7 @@ __all__ = [
     "page_attention",
     "ragged_decode_attention",
     "ragged_page_attention",
+    "sample",
     "unified_attention",
     "update_pages",
 ]

@@ -1,0 +1,90 @@
+"""Named calls of the functions that draw tokens, for tests, tuning and benchmarks."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.kernels.op.cases import Arguments, Case, OpCases, Peer, normal, variants
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DrawingCase(Case):
+    """The options that all functions share; each row has a key."""
+
+    temperature: float = 1.0
+    return_log_probs: bool = False
+
+    def keys(self, random: np.random.Generator, rows: int) -> jax.Array:
+        return jnp.asarray(random.integers(0, 1 << 32, (rows, 2), np.uint32))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampleCase(DrawingCase):
+    """A call of ``sample``.
+
+    Attributes:
+      scale: standard deviation of the logits.
+    """
+
+    rows: int = 64
+    vocab: int = 4096
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    scale: float = 2.0
+
+    def arguments(self, seed: int = 0) -> Arguments:
+        random = np.random.default_rng(seed)
+        logits = (self.scale * normal(random, (self.rows, self.vocab), "float32")).astype(self.dtype)
+        names = ("temperature", "top_k", "top_p", "min_p", "return_log_probs")
+        return (logits, self.keys(random, self.rows)), {name: getattr(self, name) for name in names}
+
+
+def categorical(case: SampleCase) -> Peer | str:
+    """``jax.random.categorical``, or the reason why it cannot do the case."""
+    if (case.top_k, case.top_p, case.min_p) != (None, None, None) or case.return_log_probs or not case.temperature:
+        return "draws from all tokens, without a log-probability"
+
+    def draw(logits: Any, key: Any, *, temperature: float, **_: Any) -> Any:
+        return jax.vmap(jax.random.categorical)(jax.random.wrap_key_data(key), logits / temperature)
+
+    return draw
+
+
+CASES = OpCases(
+    shape=("rows", "vocab"),
+    small=SampleCase("small", rows=6, vocab=200, temperature=0.7),
+    large=SampleCase("large", rows=9, vocab=200, temperature=0.7),
+    by_device={
+        "cpu": variants(SampleCase(""), {"4k": {}, "top_k": {"top_k": 50}, "top_p": {"top_p": 0.9}}),
+        "gpu": variants(
+            SampleCase("", vocab=131072, scale=4.0),
+            {
+                "all": {},
+                "top_k": {"top_k": 50},
+                "top_k_top_p": {"top_k": 50, "top_p": 0.9},
+                "top_p": {"top_p": 0.9},
+                "min_p": {"min_p": 0.05},
+                "one_row": {"rows": 1, "top_k": 50, "top_p": 0.9},
+                "bfloat16": {"top_k": 50, "top_p": 0.9, "dtype": "bfloat16"},
+            },
+        ),
+    },
+    options=variants(
+        SampleCase("", rows=4, vocab=200),
+        {
+            "float32": {},
+            "bfloat16, float16": {"dtype": "bfloat16"},
+            "`temperature`": {"temperature": 0.25},
+            "`top_k`": {"top_k": 3},
+            "`top_p`": {"top_p": 0.25},
+            "`min_p`": {"min_p": 0.5},
+            "`return_log_probs`": {"return_log_probs": True},
+        },
+    ),
+    peers={"jax.random.categorical": categorical},
+    brief={"rows": 4, "vocab": 200},
+)

@@ -1,0 +1,1 @@
+"""The functions that draw tokens: their argument lists and oracles."""
