@@ -29,7 +29,7 @@ KERNELS_ARGS ?=
 KERNELS_CUDA ?= 13.0
 SDIST_TESTS ?= tests/test_packaging.py tests/test_docs.py tests/ops tests/modules tests/cli tests/tools
 
-.PHONY: help install quick test test-full test-costs lint types unit aot test-gpu memcheck wheel-test sdist-test kernels-wheel programs demo generate \
+.PHONY: help install quick test test-full test-costs lint types unit aot test-gpu memcheck wheel-test sdist-test kernels-wheel programs demo generate serve \
   bench table stubs picture docs format clean
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo 'make test-full the same with every combination, and fresh random examples; before a piece of work is done'
 	@echo 'make test-costs measures new tests (or TESTS=...) alone, and chooses the tests of make quick and make test anew'
 	@echo 'make demo      tune and train a byte-level transformer on the CPU; writes .demo/'
+	@echo 'make serve     the same model over HTTP by the completions API of OpenAI, on port 8000'
 	@echo 'make generate  serve the model of make demo (which runs first if it has not): continuous batching over pages'
 	@echo 'make lint      ruff check and ruff format --check'
 	@echo 'make types     mypy; mypy and pyright over README, docs and examples'
@@ -176,6 +177,10 @@ demo: $(STAMP)
 generate: $(STAMP)
 	@[ -f .demo/parameters.npz ] || $(MAKE) demo
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) examples/generate.py
+
+serve: $(STAMP)
+	@[ -f .demo/parameters.npz ] || $(MAKE) demo
+	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) examples/serve.py
 
 bench: $(STAMP)
 	@for benchmark in import_time eager_overhead selection_cost flash_attention_cpu linear_cross_entropy_cpu; do $(PYTHON) -m benchmarks.$$benchmark; done
