@@ -37,6 +37,9 @@ from tilewright.kernels.paged_attention.triton.backend import TritonPagedAttenti
 from tilewright.kernels.router.cases import RouterCase
 from tilewright.kernels.router.op import TopKRouter
 from tilewright.kernels.router.triton.backend import TritonRouter
+from tilewright.kernels.sampling.cases import SampleCase
+from tilewright.kernels.sampling.ops.sample import Sample
+from tilewright.kernels.sampling.triton.backend import TritonSample
 from tilewright.ops.types import Direction
 
 # Attention on Hopper GPUs.
@@ -358,6 +361,18 @@ ROUTERS = TopKRouter.cases.by_device["gpu"] | variants(
     },
 )
 
+# Sampling in Triton.
+
+SAMPLES = Sample.cases.by_device["gpu"] | variants(
+    SampleCase("", rows=64, vocab=128256, return_log_probs=True),
+    {
+        "probabilities": {},
+        "every limit": {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.05},
+        "largest": {"vocab": 1 << 20, "top_k": 50, "top_p": 0.9, "dtype": "float16"},
+        "small": {"vocab": 50, "top_p": 0.9},
+    },
+)
+
 
 EVERY_CARD = tuple(CARDS)
 BOTH: tuple[Direction, ...] = ("forward", "backward")
@@ -514,6 +529,7 @@ EVERY = (
         spills=packed_spills,
     ),
     Shipped("top_k_router", TritonRouter(), ROUTERS, EVERY_CARD, tuned=("qwen3", "odd groups")),
+    Shipped("sample", TritonSample(), SAMPLES, EVERY_CARD, ("forward",), tuned=("all", "top_k_top_p", "every limit")),
     *(
         Shipped(
             op,

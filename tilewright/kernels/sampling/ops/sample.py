@@ -33,7 +33,11 @@ class Sample(InferenceKernel[SampleInputs, Draw]):
     )
 
     def __init__(self) -> None:
-        super().__init__("sample", version="1", backends=("tilewright.kernels.sampling.xla:XlaSample",))
+        backends = (
+            "tilewright.kernels.sampling.triton.backend:TritonSample",
+            "tilewright.kernels.sampling.xla:XlaSample",
+        )
+        super().__init__("sample", version="1", backends=backends)
 
     def prepare(
         self,

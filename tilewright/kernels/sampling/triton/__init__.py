@@ -1,0 +1,1 @@
+"""Tokens from logits in Triton, on NVIDIA GPUs."""

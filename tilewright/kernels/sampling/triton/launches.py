@@ -1,0 +1,59 @@
+"""The launches that draws from logits and from hidden states share: from the best tokens of groups to those of rows."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from tilewright.kernels.sampling.inputs import GROUP
+from tilewright.kernels.triton import launch
+from tilewright.kernels.triton.limits import power_of_two
+
+
+def groups_of(vocab: int) -> int:
+    """Groups of a row; the last one may reach beyond the vocabulary."""
+    return -(-vocab // GROUP)
+
+
+def struct(dtype: DTypeLike, *shape: int, is_used: bool = True) -> jax.ShapeDtypeStruct:
+    """An array of a launch, without elements if the kernel does not use it."""
+    return jax.ShapeDtypeStruct(shape if is_used else (0,), dtype)
+
+
+def group_structs(rows: int, groups: int, *, draws: bool, mass: bool) -> list[jax.ShapeDtypeStruct]:
+    """Results by group: the order of the largest logit; score, token and logit of the best one; the mass."""
+    return [
+        struct(jnp.uint32, rows, groups),
+        struct(jnp.float32, rows, groups, is_used=draws),
+        struct(jnp.int32, rows, groups, is_used=draws),
+        struct(jnp.float32, rows, groups, is_used=draws),
+        struct(jnp.int32, rows, groups, is_used=mass),
+    ]
+
+
+def row_warps(groups: int) -> int:
+    """Warps of a program that has all groups of a row in registers."""
+    return min(max(power_of_two(groups) // 256, 1), 8)
+
+
+def best_of_rows(
+    found: tuple[jax.Array, ...], temperature: jax.Array | None, *, log_probs: bool
+) -> tuple[jax.Array, ...]:
+    """The best token of each row from those of its groups, and with ``log_probs`` its log-probability."""
+    from tilewright.kernels.sampling.triton import kernels
+
+    rows, groups = found[0].shape
+    drawn = launch(
+        kernels.best_of_rows,
+        [*found, jnp.zeros((0,), jnp.float32) if temperature is None else temperature],
+        [struct(jnp.int32, rows), struct(jnp.float32, rows, is_used=log_probs)],
+        grid=[rows],
+        constants={
+            "GROUPS": groups,
+            "HAS_TEMPERATURE": temperature is not None,
+            "LOG_PROBS": log_probs,
+            "BLOCK": power_of_two(groups),
+        },
+        num_warps=row_warps(groups),
+        num_stages=1,
+    )
+    return drawn[: 1 + log_probs]
