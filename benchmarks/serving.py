@@ -87,6 +87,9 @@ CELLS: dict[str, Cell] = {
     "fresh_8x2048_page64": Cell("ragged_page_attention", RaggedPageCase("", **_FRESH, page_size=64)),
     "fresh_8x2048_28_heads": Cell("ragged_page_attention", RaggedPageCase("", **_FRESH | {"heads": 28, "kv_heads": 4})),
     "fresh_8x2048_d64": Cell("ragged_page_attention", RaggedPageCase("", **_FRESH | {"head_dim": 64})),
+    "drafts_64x16": Cell("ragged_page_attention", RaggedPageCase("", **_BATCH_64, q_lengths=(16,), tree=True)),
+    "drafts_64x16_causal": Cell("ragged_page_attention", RaggedPageCase("", **_BATCH_64, q_lengths=(16,))),
+    "drafts_64x64": Cell("ragged_page_attention", RaggedPageCase("", **_BATCH_64, q_lengths=(64,), tree=True)),
     "chunks_8x512_over_8k": Cell(
         "ragged_page_attention", RaggedPageCase("", **_FRESH | {"kv_length": 8192, "q_lengths": (512,)})
     ),
@@ -94,6 +97,7 @@ CELLS: dict[str, Cell] = {
 SMOKE: dict[str, Cell] = {
     "smoke_decode": Cell("page_attention", PageCase("", **_SMALL)),
     "smoke_mixed": Cell("ragged_page_attention", RaggedPageCase("", **_SMALL, q_lengths=(1, 9))),
+    "smoke_drafts": Cell("ragged_page_attention", RaggedPageCase("", **_SMALL, q_lengths=(9,), tree=True)),
     "smoke_latent": Cell("mla_decode", MlaCase("", **_SMALL | {"kv_heads": 1, "value_dim": 8})),
 }
 """Small enough for a CPU: whether everything runs, not how fast."""
@@ -126,8 +130,11 @@ def least_work(inputs: PagedInputs) -> tuple[float, float]:
     counts = np.full(lengths.shape, inputs.q_length or 0)
     if inputs.cum_q_lens is not None:
         counts = np.diff(np.asarray(inputs.cum_q_lens))
-    # Causal, without a window, as all cells are.
-    scores = (counts * lengths - counts * (counts - 1) // 2).sum()
+    # Causal or trees, without a window, as all cells are.
+    among_new = (counts * (counts + 1) // 2).sum()
+    if inputs.tree_mask is not None:
+        among_new = np.bitwise_count(np.asarray(inputs.tree_mask)).astype(np.int64).sum()
+    scores = (counts * (lengths - counts)).sum() + among_new
     rows = inputs.tokens * inputs.heads * (inputs.head_dim + inputs.value_dim) * inputs.dtype.itemsize
     read = lengths[counts > 0].sum() * inputs.kv_bytes
     return float(read + rows), 2.0 * float(scores) * inputs.heads * (inputs.head_dim + inputs.value_dim)
@@ -207,7 +214,7 @@ def contenders(work: Work, names: Sequence[str]) -> dict[str, Callable[[], Call]
     for platform in (*(("cuda",) if packed else ()), *(("pallas",) if in_pallas else ()), "triton", "xla"):
         call = functools.partial(ours(work, platform), **work.keywords)
         found[f"tilewright {platform}"] = lambda call=call: Call(jax.jit(call), work.positional)  # type: ignore[misc]
-    plain = work.cell.case.kv_dtype is None and work.cell.op != "mla_decode"
+    plain = work.cell.case.kv_dtype is None and work.cell.op != "mla_decode" and work.inputs.tree_mask is None
     if plain and importlib.util.find_spec("ejkernel"):
         if work.cell.op == "page_attention":
             found["ejkernel page_attention"] = lambda: ejkernel_pages(work)

@@ -103,6 +103,14 @@ LARGE = {
         PageCase("", **BATCH, sliding_window=700, logits_soft_cap=20.0, sinks=1, alibi=True, **REAL),
     ),
     "mixed": ("ragged_page_attention", RaggedPageCase("", sequences=9, kv_length=2048, q_lengths=(1, 1, 300), **REAL)),
+    "drafts": (
+        "ragged_page_attention",
+        RaggedPageCase("", **BATCH, q_lengths=(16, 5, 64), tree=True, **REAL),
+    ),
+    "drafts int8": (
+        "ragged_page_attention",
+        RaggedPageCase("", **BATCH, q_lengths=(16, 1), tree=True, kv_dtype="int8", scale="token", **REAL),
+    ),
     "latent": (
         "mla_decode",
         MlaCase("", **BATCH, heads=128, head_dim=576, value_dim=512, page_size=64, dtype="bfloat16"),

@@ -152,9 +152,24 @@ def check_rows_without_keys(found: Found, lengths: Sequence[int], q_length: int 
 
 FAR_WINDOWS = [(2**31 - 1, 2**31 - 1), (None, 2**40)]
 LENGTHS = [[0, 0, 0], [0, 72, 1], [72, 73, 1 << 30], [-5, 2**31 - 1, -(2**31)]]
+TREES: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "two words": {"q_lengths": (37, 0, 5)},
+    "a key head": {"kv_heads": 1, "page_size": 3, "dtype": "bfloat16"},
+    "window and sinks": {"sliding_window": 9, "sinks": 2},
+    "cap and slopes": {"logits_soft_cap": 4.0, "alibi": True},
+    "int8": {"dtype": "bfloat16", "kv_dtype": "int8", "scale": "token"},
+    "written": {"write": True, "page_size": 16},
+}
 PAGED: dict[str, Any] = {
     "sequences": 3, "kv_length": 70, "heads": 4, "kv_heads": 2, "head_dim": 16, "page_size": 8
 }  # fmt: skip
+
+
+def causal_bits(q_lengths: Sequence[int], words: int) -> np.ndarray:
+    """The words of a ``tree_mask`` in which every new token sees itself and those before it."""
+    seen = np.concatenate([np.tri(count, 32 * words, dtype=bool) for count in q_lengths])
+    return np.packbits(seen, axis=1, bitorder="little").view("<u4").astype(np.uint32)
 
 
 def ragged(**fields: Any) -> PagedInputs:
@@ -241,6 +256,30 @@ class PagedConformance(CacheConformance):
         cum = [[2, 1, 40, 9], [0, 3, 3, 17], [-7, 2**31 - 1, -(2**31), 5]][seed % 3]
         inputs = hostile(inputs, seed, [0, 5, 71, 1000, -3, 2**31 - 1], own=7)
         self.run_on_hostile(inputs.replace(cum_q_lens=jnp.asarray(cum, jnp.int32)))
+
+    @pytest.mark.parametrize("name", TREES)
+    def test_trees_of_new_tokens(self, name: str):
+        case = RaggedPageCase("", **PAGED | {"q_lengths": (5, 12, 1), "tree": True} | TREES[name])
+        self.run_and_check(inputs_of("ragged_page_attention", case), case.tolerance_factor)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_hostile_trees(self, seed: int):
+        """Any bits, tables, lengths and boundaries; fewer bits than new tokens."""
+        inputs = ragged(q_lengths=(40, 1, 14), tree=True)
+        bits = np.random.default_rng(seed).integers(0, 1 << 32, (55, 1), np.uint32)
+        inputs = hostile(inputs, seed, [0, 5, 71, 1000, -3, 2**31 - 1], own=7)
+        cum = [[0, 40, 41, 55], [2, 1, 50, 9], [-7, 2**31 - 1, -(2**31), 5]][seed]
+        self.run_on_hostile(inputs.replace(cum_q_lens=jnp.asarray(cum, jnp.int32), tree_mask=jnp.asarray(bits)))
+
+    def test_causal_bits_are_causality(self):
+        inputs = ragged(q_lengths=(5, 40, 1), sliding_window=30)
+        assert (inputs.left, inputs.right) == (30, 0)
+        bits = jnp.asarray(causal_bits((5, 40, 1), 2))
+        want = self.compiled(inputs)(inputs, None)
+        inputs = inputs.replace(tree_mask=bits, right=None)
+        got = self.compiled(inputs)(inputs, None)
+        for name in ("out", "lse"):
+            np.testing.assert_array_equal(got[name], want[name])
 
     @pytest.mark.parametrize("scale", [10.0, -10.0])
     def test_large_logits(self, scale: float):

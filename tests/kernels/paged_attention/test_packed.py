@@ -32,6 +32,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         ({"logits_soft_cap": 20.0}, ["logits_soft_cap=20.0"]),
         ({"alibi": True}, ["alibi_slopes"]),
         ({"sinks": 1}, ["softmax_aux"]),
+        ({"tree": True}, ["tree_mask"]),
     ],
 )
 def test_reasons(backend: Backend, fields: dict[str, Any], reasons: list[str]):

@@ -150,6 +150,18 @@ def new_tokens(
     return key, value
 
 
+def tree_mask_array(tree_mask: object, tokens: int) -> Any:
+    """Words of bits for each token; the most new tokens of a sequence is data, so that their number is not checked."""
+    if tree_mask is None:
+        return None
+    array = as_array("tree_mask", tree_mask)
+    if array.dtype != np.uint32:
+        raise TypeError(f"tree_mask must hold bits in words of uint32, got {array.dtype=}")
+    if len(array.shape) != 2 or array.shape[0] != tokens or array.shape[1] == 0:
+        raise ValueError(f"tree_mask must be [tokens, words] with {tokens=} and a word at least, got {array.shape=}")
+    return array
+
+
 def required(name: str, array: object) -> Any:
     if array is None:
         raise TypeError(f"{name} must be an array, got None")

@@ -133,6 +133,19 @@ class Drawn:
         key, value = (self.normal((tokens, self.kv_heads, dim), self.case.dtype) for dim in dims)
         return key, value
 
+    def tree_mask(self) -> jax.Array:
+        """Bits of trees, in which each new token has a random earlier one of its sequence as its parent, or none."""
+        most = max(int(self.counts.max(initial=0)), 1)
+        seen = np.zeros((int(self.counts.sum()), 32 * math.ceil(most / 32)), bool)
+        for first, count in zip(np.cumsum(self.counts) - self.counts, self.counts, strict=True):
+            for index in range(count):
+                parent = self.generator.integers(-1, index)
+                if parent >= 0:
+                    seen[first + index] = seen[first + parent]
+                seen[first + index, index] = True
+        words = np.packbits(seen, axis=1, bitorder="little").view("<u4")
+        return jnp.asarray(words.astype(np.uint32))
+
     def table(self) -> jax.Array:
         """A page table with every page once, in random order."""
         order = self.generator.permutation(self.num_pages)[: self.case.sequences * self.columns]

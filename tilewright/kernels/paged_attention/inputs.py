@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 
-from jaxtyping import Array, Float, Integer, Num
+from jaxtyping import Array, Float, Integer, Num, UInt32
 
 from tilewright.kernels.heads import HeadInputs
 from tilewright.kernels.op.inputs import array, static
@@ -26,6 +26,8 @@ class PagedInputs(HeadInputs):
       page_table: ``None`` if sequence ``s`` has only page ``s``.
       kv_lengths: tokens of each sequence, the query's included, which are the last.
       kv_starts: the first visible positions.
+      tree_mask: bit j of a token's words, the lowest of the first word first: the token sees new token j of its
+        sequence, whichever comes first. What has no bit is masked. Tokens before the new ones have none and are seen.
       cum_q_lens: where the sequences' tokens begin and end; ``None`` if all have ``q_length``.
       new_key, new_value: what is written to the pages first (``Op.completed``); a backend gets neither.
       left, right: keys visible before and after the query's position, ``None`` for all; causality is part of ``right``.
@@ -49,6 +51,7 @@ class PagedInputs(HeadInputs):
     value_scale: Float[Array, "#num_pages #page_size #kv_heads"] | None = None
     alibi_slopes: Float[Array, " heads"] | None = None
     softmax_aux: Float[Array, "heads sinks"] | None = None
+    tree_mask: UInt32[Array, "tokens words"] | None = None
     new_key: Float[Array, "tokens kv_heads head_dim"] | None = array(default=None, role="call")
     new_value: Float[Array, "tokens kv_heads value_dim"] | None = array(default=None, role="call")
     softmax_scale: float = static()

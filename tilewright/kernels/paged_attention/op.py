@@ -68,6 +68,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
         q_length: int | None = 1,
         new: tuple[Any, Any] | None = None,
         causal: Any = True,
+        tree_mask: ArrayLike | None = None,
         latent_dim: int | None = None,
         **options: Unpack[ServingOptions],
     ) -> PagedInputs:
@@ -82,6 +83,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
           q_length: the number of query tokens of every sequence; ``None`` with ``cum_q_lens``.
           new: keys and values of the query's tokens, packed, which are written to the pages first; the new pages follow
             the results.
+          tree_mask: bits of the new tokens that a token sees, in place of ``causal`` and of the window's right side.
         """
         given = with_defaults(ServingOptions, options)
         arguments.check_heads(query, key)
@@ -89,6 +91,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
         query, scale = scaled(query, given["softmax_scale"])
         packed = reshape(query, (math.prod(leading), heads, head_dim))
         left, right = arguments.window_sides(given["sliding_window"], flag("causal", causal))
+        bits = arguments.tree_mask_array(tree_mask, packed.shape[0])
         page_table = arguments.moved_pages(page_table, given["page_offset"])
         new_key, new_value = (None, None)
         if new is not None:
@@ -119,11 +122,12 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
             value_scale=arguments.scale_array("value_scale", given["value_scale"], value),
             alibi_slopes=to_32_bit(arguments.slopes_array(given["alibi_slopes"], heads), query.dtype),
             softmax_aux=to_32_bit(None if sinks is None else sinks_array(sinks, heads), query.dtype),
+            tree_mask=bits,
             new_key=new_key,
             new_value=new_value,
             softmax_scale=scale,
             left=left,
-            right=right,
+            right=right if bits is None else None,
             logits_soft_cap=soft_cap(given["logits_soft_cap"]),
             q_length=q_length,
             latent_dim=latent_dim,

@@ -49,6 +49,8 @@ def paged_partitioning(inputs: PagedInputs) -> Partitioning | None:
             value_scale=cache(inputs.value_scale),
             alibi_slopes=None if inputs.alibi_slopes is None else by_head,
             softmax_aux=None if inputs.softmax_aux is None else by_head,
+            # Only calls with boundaries have bits, and their tokens are not split.
+            tree_mask=None if inputs.tree_mask is None else replicated,
         ),
         results=(rows, rows),
         gradients={},

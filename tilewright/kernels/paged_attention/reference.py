@@ -104,6 +104,11 @@ def token_reference(inputs: PagedInputs, dtype: DTypeLike, token: jax.Array) -> 
     if inputs.right is not None:
         visible &= position <= query_position + inputs.right
 
+    if inputs.tree_mask is not None:
+        new, words = position - (length - count), inputs.tree_mask[token]
+        bit = (words[jnp.clip(new // 32, 0, words.shape[0] - 1)] >> (new % 32).astype(jnp.uint32)) & 1
+        visible &= (new < 0) | ((new < 32 * words.shape[0]) & (bit == 1))
+
     groups = inputs.groups
     query = inputs.query[token].astype(dtype)
     scores = jnp.stack([key[:, head // groups] @ query[head] for head in range(query.shape[0])])

@@ -30,6 +30,7 @@ def sampled(inputs: PagedInputs, key: jax.Array) -> PagedInputs:
         value_scale=draw.scale(inputs.value_scale, inputs.value),
         alibi_slopes=draw.slopes(inputs.alibi_slopes),
         softmax_aux=draw.floats(inputs.softmax_aux),
+        tree_mask=draw.words(inputs.tree_mask),
         new_key=draw.floats(inputs.new_key),
         new_value=draw.floats(inputs.new_value),
     )
@@ -61,6 +62,12 @@ class Draw:
             return None
         size = SMALL_SCALE if cache.dtype == jnp.int8 else 1.0
         return jnp.asarray(self.generator.uniform(0.5 * size, 2 * size, struct.shape), jnp.float32)
+
+    def words(self, struct: Any) -> Any:
+        """Random bits."""
+        if struct is None:
+            return None
+        return jnp.asarray(self.generator.integers(0, 1 << 32, struct.shape, np.uint32))
 
     def slopes(self, struct: Any) -> Any:
         """The slopes of the paper, arXiv 2108.12409: a geometric series."""

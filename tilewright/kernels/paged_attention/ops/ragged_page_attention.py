@@ -20,9 +20,10 @@ from tilewright.ops.utils.stable_ids import stable_id
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RaggedPageCase(ServingCase):
-    """A call over pages, which writes the new tokens first with ``write``."""
+    """A call over pages, which writes the new tokens first with ``write``; those of a sequence are a tree."""
 
     write: bool = False
+    tree: bool = False
 
     def arguments(self, seed: int = 0) -> Arguments:
         drawn = self.drawn(seed)
@@ -31,6 +32,8 @@ class RaggedPageCase(ServingCase):
             drawn.query(), cache.key, cache.value, drawn.table(), drawn.lengths(), drawn.boundaries()
         )  # fmt: skip
         new = dict(zip(("new_key", "new_value"), drawn.new(), strict=True)) if self.write else {}
+        if self.tree:
+            new["tree_mask"] = drawn.tree_mask()
         return positional, {"causal": self.causal, **new, **self.scales(cache), **self.options(drawn)}
 
 
@@ -43,6 +46,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "chunks of several tokens": {"q_lengths": (1, 40)},
     "`causal=False`": {"causal": False},
     "`new_key`, `new_value`": {"write": True},
+    "`tree_mask`": {"q_lengths": (8,), "tree": True},
 }
 
 
@@ -70,6 +74,7 @@ class RaggedPageAttention(PagedAttentionKernel):
         new_key: ArrayLike | None = None,
         new_value: ArrayLike | None = None,
         causal: bool = True,
+        tree_mask: ArrayLike | None = None,
         **options: Unpack[ServingOptions],
     ) -> PagedInputs:
         """Checks a call and returns it as the core takes it."""
@@ -89,6 +94,7 @@ class RaggedPageAttention(PagedAttentionKernel):
             q_length=None,
             new=None if new_key is None else (new_key, new_value),
             causal=causal,
+            tree_mask=tree_mask,
             **options,
         )
 
@@ -115,6 +121,10 @@ def ragged_page_attention(*args: Any, **kwargs: Any) -> Any:
       new_key: ``[tokens, kv_heads, head_dim]``: keys of the new tokens, to be written into their pages first.
       new_value: ``[tokens, kv_heads, value_dim]``.
       causal: a query sees the keys up to its own position.
+      tree_mask: ``[tokens, words]`` uint32, for drafts of speculative decoding: bit ``j % 32`` of word ``j // 32`` says
+        that the token sees new token j of its sequence, itself and later ones included. It takes the place of
+        ``causal`` and of the window's right side; what was in the cache before is seen as without it. New tokens
+        without a bit, 32 · words and beyond, are masked.
       sliding_window: ``(left, right)`` keys visible to either side of the query's position, both ends inclusive, None
         for no bound; ``w`` means ``(w, 0)``, and ``(w, w)`` without ``causal``.
 

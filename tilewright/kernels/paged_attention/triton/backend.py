@@ -49,7 +49,7 @@ class TritonPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
     serves: ClassVar[frozenset[str]] = frozenset(
         {
             "kv_starts", "key_scale", "value_scale", "alibi_slopes", "softmax_aux", "left", "right", "logits_soft_cap",
-            "q_length", "latent_dim",
+            "q_length", "latent_dim", "tree_mask",
         }
     )  # fmt: skip
 
@@ -165,7 +165,7 @@ def _run(inputs: PagedInputs, params: FwdParams) -> Results:
     splits = params.num_key_splits or 1
     absent = jnp.zeros((0,), jnp.int32)
     per_sequence = 1
-    tiles, owned = absent, None
+    tiles, owned, cum = absent, None, absent
     if inputs.q_length is None:
         cum = boundaries(inputs.cum_q_lens, tokens)
         plan, _ = packed_tiles(cum, inputs.kv_lengths, tokens, block_q)
@@ -188,6 +188,8 @@ def _run(inputs: PagedInputs, params: FwdParams) -> Results:
         float_absent if inputs.value_scale is None else inputs.value_scale,
         float_absent if inputs.alibi_slopes is None else inputs.alibi_slopes,
         sinks,
+        jnp.zeros((0,), jnp.uint32) if inputs.tree_mask is None else inputs.tree_mask,
+        absent if inputs.tree_mask is None else cum,
     ]
     constants = _constants(inputs, params, block_g, per_sequence)
     part = (splits,) if splits > 1 else ()
@@ -274,6 +276,7 @@ def _constants(inputs: PagedInputs, params: FwdParams, block_g: int, tiles: int)
         "exact": inputs.dtype.itemsize > 2,
         "stages": params.num_stages or 2,
         "half": half,
+        "mask_words": 0 if inputs.tree_mask is None else inputs.tree_mask.shape[1],
     }
 
 

@@ -42,7 +42,9 @@ from tilewright.kernels.paged_attention.triton.positions import (
     page_numbers,
     page_rows,
     query_tile,
+    row_slopes,
     token_scales,
+    tree_words,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -181,6 +183,36 @@ def _masked_logits(
 
 
 @triton.jit
+def _masked_by_tree(logits, words_m, valid_m, first, n, block_n: tl.constexpr, mask_words: tl.constexpr):
+    """Logits, −∞ where a row has no bit for a new token.
+
+    Args:
+      words_m, valid_m: [block_m], pointers to the words of those rows that are valid, of `tree_words`.
+      first: index of the first key among the new tokens, negative before them.
+      n: [block_n], indices of the keys from ``first`` on.
+    """
+    if mask_words > 0:  # noqa: SIM102 - decided when the kernel is compiled
+        # Steps before the new tokens, nearly all of them, cost nothing. And from inside of a branch the loop does not
+        # bring the words to shared memory ahead of time, as it does K and V.
+        if first + block_n > 0:
+            # Words of each row, shifted so that key n has bit n % 32 of the word of its 32 keys: a load for each
+            # element would be as large as the logits, in another layout.
+            shift = (first & 31).to(tl.uint64)
+            word = tl.where(valid_m, first >> 5, mask_words)
+            low = tl.load(words_m + word, mask=(word >= 0) & (word < mask_words), other=0).to(tl.uint64)
+            bits = tl.zeros_like(logits).to(tl.uint32)
+            for i in tl.static_range((block_n + 31) // 32):
+                word += 1
+                high = tl.load(words_m + word, mask=(word >= 0) & (word < mask_words), other=0).to(tl.uint64)
+                shifted = ((low | (high << 32)) >> shift).to(tl.uint32)
+                bits = tl.where((n >> 5 == i)[None, :], shifted[:, None], bits)
+                low = high
+            visible = ((bits >> (n & 31)[None, :].to(tl.uint32)) & 1) == 1
+            logits = tl.where(visible | (first + n < 0)[None, :], logits, float("-inf"))
+    return logits
+
+
+@triton.jit
 def _online_softmax(logits, row_max, row_sum, half: tl.constexpr):
     """``(p, alpha, row_max, row_sum)`` after a step; P is at most 1, or 2 to the `MAX_LOG2_P` where ``half``."""
     new_max = tl.maximum(row_max, tl.max(logits, 1) - (MAX_LOG2_P if half else 0.0))
@@ -251,6 +283,14 @@ def _accumulate(
 
 
 @triton.jit
+def _whole_rows(acc, acc_second, block_m: tl.constexpr, block_v: tl.constexpr, half: tl.constexpr):
+    """O with the columns of both parts in turn, [block_m, block_v], where there are two."""
+    if half:
+        acc = tl.reshape(tl.join(acc, acc_second), [block_m, block_v])
+    return acc
+
+
+@triton.jit
 def _add_sinks(sinks, head, valid, row_max, row_sum, acc, num_sinks: tl.constexpr, block_sinks: tl.constexpr):
     """``(row_max, row_sum, acc)`` with the sinks of each row's head: keys without values."""
     s = tl.arange(0, block_sinks)
@@ -293,8 +333,8 @@ def _store(out, lse, row, split, v, valid, row_max, row_sum, acc, value_dim: tl.
 
 @triton.jit
 def attend(
-    query, key, value, table, lengths, starts, tiles, key_scale, value_scale, slopes, sinks, num_pages, num_tiles,
-    out, lse,
+    query, key, value, table, lengths, starts, tiles, key_scale, value_scale, slopes, sinks, tree_mask,
+    boundaries, num_pages, num_tiles, out, lse,
     heads: tl.constexpr, kv_heads: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     page_size: tl.constexpr, columns: tl.constexpr, capacity: tl.constexpr, q_length: tl.constexpr,
     tiles_per_sequence: tl.constexpr, paged: tl.constexpr, packed: tl.constexpr, latent: tl.constexpr,
@@ -306,7 +346,7 @@ def attend(
     left: tl.constexpr, has_left: tl.constexpr, right: tl.constexpr, has_right: tl.constexpr,
     splits: tl.constexpr, block_q: tl.constexpr, block_g: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
     block_d: tl.constexpr, block_r: tl.constexpr, block_v: tl.constexpr, tile_dim: tl.constexpr,
-    exact: tl.constexpr, stages: tl.constexpr, half: tl.constexpr,
+    exact: tl.constexpr, stages: tl.constexpr, half: tl.constexpr, mask_words: tl.constexpr,
 ):  # fmt: skip
     """Attends with the heads of one key head of one query tile to one of ``splits`` parts of its keys.
 
@@ -319,6 +359,7 @@ def attend(
       key_scale, value_scale: with strides for page, row and head, 0 where they are broadcast.
       slopes: [heads] of ALiBi.
       sinks: [heads, num_sinks].
+      tree_mask, boundaries: see `tree_words`.
       out, lse: [tokens, heads, value_dim] and [tokens, heads]; with several splits [tokens, heads, splits, ...] of
         partial results, whose lse is in base 2.
       latent: V is the first ``value_dim`` elements of K, which has no array of its own.
@@ -359,10 +400,9 @@ def attend(
     q, q_second, q_rest, q_rest_second, unit_m = _load_queries(
         query, out_row, valid_m, head_dim, tile_dim, block_d, block_r, half
     )
-    slope = 0.0
-    if has_slopes:
-        slope = tl.load(slopes + head, mask=valid_m, other=0.0).to(tl.float32)
+    slope = row_slopes(slopes, head, valid_m, has_slopes)
     position_m = first + row
+    words_m, first_new = tree_words(tree_mask, boundaries, sequence, token, row, first, mask_words)
 
     # A scale that all tokens of a head share needs no vector of them; that of values waits until the end.
     one_key_scale: tl.constexpr = key_scale_page == 0 and key_scale_row == 0
@@ -419,6 +459,7 @@ def attend(
             scores, valid, position, position_m, slope,
             softmax_scale, soft_cap, left, right, has_slopes, has_soft_cap, has_left, has_right,
         )  # fmt: skip
+        logits = _masked_by_tree(logits, words_m, valid_m, at - first_new, n, block_n, mask_words)
         p, alpha, row_max, row_sum = _online_softmax(logits, row_max, row_sum, half)
         if scaled_values:
             if half:
@@ -432,8 +473,7 @@ def attend(
             acc, acc_second, p, alpha, values, k, k_second, stored, dtype, latent, exact, half
         )
 
-    if half:
-        acc = tl.reshape(tl.join(acc, acc_second), [block_m, block_v])
+    acc = _whole_rows(acc, acc_second, block_m, block_v, half)
     v = tl.arange(0, block_v)
     if scaled_values and half:
         acc = acc * value_unit

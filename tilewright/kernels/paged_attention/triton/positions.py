@@ -1,4 +1,4 @@
-"""Addresses of a program of `kernels.attend`: its query tile, its keys in their pages, and their scales."""
+"""Addresses of a program of `kernels.attend`: its query tile, its keys in their pages, scales, slopes and bits."""
 
 import triton
 import triton.language as tl
@@ -152,3 +152,29 @@ def token_scales(
     if scaled_values and not latent:
         v_scale = _load_scale(value_scale, page, row, head, valid, value_scale_page, value_scale_row, value_scale_head)
     return k_scale, v_scale
+
+
+@triton.jit
+def row_slopes(slopes, head, valid, has_slopes: tl.constexpr):
+    """Slopes of ALiBi of the rows' heads, [block_m]; 0 where there are none."""
+    slope = 0.0
+    if has_slopes:
+        slope = tl.load(slopes + head, mask=valid, other=0.0).to(tl.float32)
+    return slope
+
+
+@triton.jit
+def tree_words(tree_mask, boundaries, sequence, token, row, first, mask_words: tl.constexpr):
+    """Pointers to the rows' words, [block_m], and the position of the first new token of the tile's sequence.
+
+    Args:
+      tree_mask: [tokens, mask_words], bits of the new tokens of its sequence that a token sees.
+      boundaries: [sequences + 1], the first token of each sequence in the query; absent like the mask.
+      token, first: the tile's first token, and its position.
+      row: [block_m], tokens of the rows counted from the first one.
+    """
+    words, first_new = tree_mask, 0
+    if mask_words > 0:
+        words = tree_mask + (token + row).to(tl.int64) * mask_words
+        first_new = first - (token - tl.load(boundaries + sequence))
+    return words, first_new

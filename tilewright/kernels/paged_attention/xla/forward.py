@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src.core import min_dim  # also of symbolic dimensions
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from tilewright.kernels.masks import Index
 from tilewright.kernels.numerics.softmax import accumulation_dtype, finite_shift
@@ -33,6 +33,14 @@ class Tiles(NamedTuple):
     sequence: Int[Array, " tiles"]
     first: Int[Array, " tiles"]
     rows: Int[Array, " tiles"]
+    bits: "TileBits | None" = None
+
+
+class TileBits(NamedTuple):
+    """The rows' words of ``tree_mask``, and the position of the first new token of each tile's sequence."""
+
+    words: UInt32[Array, "tiles block_q words"]
+    first_new: Int[Array, " tiles"]
 
 
 class Block(NamedTuple):
@@ -90,11 +98,15 @@ def _tiles(inputs: PagedInputs, block_q: int) -> tuple[Tiles, Any]:
     plan, starts = packed_tiles(cum, inputs.kv_lengths, tokens, block_q)
     token = plan.token[:, None] + jnp.arange(block_q)
     # A tile may reach beyond its sequence's tokens, into others or past the last: such rows are masked.
-    query = inputs.query[jnp.clip(token, 0, tokens - 1)].reshape(-1, *shape)
+    token = jnp.clip(token, 0, tokens - 1)
+    query = inputs.query[token].reshape(-1, *shape)
+    bits = None
+    if inputs.tree_mask is not None:
+        bits = TileBits(inputs.tree_mask[token], plan.position - (plan.token - cum[plan.sequence]))
     at = packed_tokens(cum, tokens, sequences, None)
     row_of_token = (starts[at.sequence] + at.offset // block_q) * block_q + at.offset % block_q
     row_of_token = jnp.clip(row_of_token, 0, query.shape[0] * block_q - 1)
-    return Tiles(query, plan.sequence, plan.position, plan.rows), (row_of_token, at.owned)
+    return Tiles(query, plan.sequence, plan.position, plan.rows, bits), (row_of_token, at.owned)
 
 
 def _padded(x: jax.Array, count: int) -> Any:
@@ -160,6 +172,8 @@ def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: State) -> Any:
         visible &= distance >= -inputs.left
     if inputs.right is not None:
         visible &= distance <= inputs.right
+    if tiles.bits is not None:
+        visible &= _has_bit(tiles.bits, block.position)
     logits = jnp.where(visible[:, None, None], logits, -jnp.inf)
 
     row_max = jnp.maximum(state[0], jnp.max(logits, axis=-1))
@@ -173,6 +187,15 @@ def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: State) -> Any:
         "thgqk,tkhv->thgqv", probabilities.astype(block.value.dtype), block.value, preferred_element_type=dtype
     )
     return row_max, total, state[2] * shrink[..., None] + block_out
+
+
+def _has_bit(bits: TileBits, position: jax.Array) -> Any:
+    """True for keys before the new tokens, and for those whose bit a row has: ``[tiles, block_q, block_k]``."""
+    new = position - bits.first_new[:, None]
+    count = bits.words.shape[2]
+    word = jnp.clip(new // 32, 0, count - 1)[:, None, :]
+    bit = (jnp.take_along_axis(bits.words, word, axis=2) >> (new % 32).astype(jnp.uint32)[:, None, :]) & 1
+    return (new < 0)[:, None, :] | ((new < 32 * count)[:, None, :] & (bit == 1))
 
 
 def _by_head(scale: jax.Array) -> Any:
