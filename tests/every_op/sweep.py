@@ -72,6 +72,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "RopeCase.fraction": (0.25, 0.4, 1.0),
     "RopeCase.heads": FEW,
     "RopeCase.head_dim": (2, 16, 30, 64, 80, 96, 128, 192, 256),
+    "RopeUpdateCase.fraction": (0.25, 0.4, 1.0),
     "RouterCase.experts": (1, 8, 12, 60, 64, 128, 256),
     "RouterCase.k": (1, 2, 3, 6, 8),
     "RouterCase.num_groups": (1, 2, 4),
@@ -128,7 +129,9 @@ def _kv_heads(c: Any) -> int:
 
 
 def _writes(c: Any) -> bool:
-    return _serving(c) and (type(c).__name__ in ("UpdateCase", "ChunkedCase") or getattr(c, "write", False))
+    return _serving(c) and (
+        type(c).__name__ in ("UpdateCase", "RopeUpdateCase", "ChunkedCase") or getattr(c, "write", False)
+    )
 
 
 def _tokens(c: Any) -> int:

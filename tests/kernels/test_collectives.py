@@ -36,6 +36,7 @@ from tilewright.modules import (
     page_attention,
     rms_norm,
     rope,
+    rope_update_pages,
     top_k_router,
     update_pages,
 )
@@ -247,6 +248,10 @@ CALLS = {
     ),
     "`update_pages` | heads": writing(update_pages, BY_HEAD, ROWS),
     "`update_pages` | new tokens by sequences, beside whole pages": writing(update_pages, P(), P("s")),
+    "`rope_update_pages` | heads": Split(
+        rope_update_pages, ((QUERY, ROWS), *[(PAGES, BY_HEAD)] * 2, *[(TOKENS, ROWS)] * 2), AxisType.Explicit,
+        integers=(TABLE, (SEQUENCES,)), inference=True,
+    ),
     "`context_parallel_page_attention` | pages": serving(
         context_parallel_page_attention, P(), BY_PAGE, BY_PAGE, axis_name="s"
     ),

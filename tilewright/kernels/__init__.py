@@ -24,6 +24,7 @@ _OPS = {
     "mla_decode": f"{_PAGED}.mla_decode:MlaDecode",
     "update_pages": f"{_PAGED}.update_pages:UpdatePages",
     "sample": "tilewright.kernels.sampling.ops.sample:Sample",
+    "rope_update_pages": f"{_PAGED}.rope_update_pages:RopeUpdatePages",
     "rms_norm": "tilewright.kernels.norms.op:RmsNorm",
     "layer_norm": "tilewright.kernels.norms.op:LayerNorm",
     "rope": "tilewright.kernels.rope.op:Rope",

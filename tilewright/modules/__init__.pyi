@@ -34,6 +34,7 @@ from tilewright.kernels.paged_attention.ops.mla_decode import MlaDecode
 from tilewright.kernels.paged_attention.ops.page_attention import PageAttention
 from tilewright.kernels.paged_attention.ops.ragged_decode_attention import RaggedDecodeAttention
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageAttention
+from tilewright.kernels.paged_attention.ops.rope_update_pages import RopeUpdatePages
 from tilewright.kernels.paged_attention.ops.unified_attention import UnifiedAttention
 from tilewright.kernels.paged_attention.ops.update_pages import UpdatePages
 from tilewright.kernels.permutation.ops.permute import Permute
@@ -77,6 +78,7 @@ __all__ = [
     "Rope",
     "RopeScaling",
     "Sample",
+    "RopeUpdatePages",
     "TopKRouter",
     "UnifiedAttention",
     "Unpermute",
@@ -111,6 +113,7 @@ __all__ = [
     "ragged_page_attention",
     "rms_norm",
     "rope",
+    "rope_update_pages",
     "router_z_loss",
     "sample",
     "top_k_router",
@@ -1266,6 +1269,72 @@ def rms_norm(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array | tuple[Array, Array]: ...
+@overload
+def rope_update_pages(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    page_table: ArrayLike,
+    kv_lengths: ArrayLike,
+    cum_q_lens: ArrayLike | None = None,
+    *,
+    positions: ArrayLike | None = None,
+    base: float = 10000.0,
+    scaling: RopeScaling | Mapping[str, Any] | None = None,
+    interleaved: bool = False,
+    fraction: float = 1.0,
+    key_scale: None = None,
+    value_scale: None = None,
+    page_offset: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def rope_update_pages(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    page_table: ArrayLike,
+    kv_lengths: ArrayLike,
+    cum_q_lens: ArrayLike | None = None,
+    *,
+    positions: ArrayLike | None = None,
+    base: float = 10000.0,
+    scaling: RopeScaling | Mapping[str, Any] | None = None,
+    interleaved: bool = False,
+    fraction: float = 1.0,
+    key_scale: ArrayLike,
+    value_scale: ArrayLike,
+    page_offset: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+) -> tuple[Array, Array, Array, Array, Array]: ...
+@overload
+def rope_update_pages(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    page_table: ArrayLike,
+    kv_lengths: ArrayLike,
+    cum_q_lens: ArrayLike | None = None,
+    *,
+    positions: ArrayLike | None = None,
+    base: float = 10000.0,
+    scaling: RopeScaling | Mapping[str, Any] | None = None,
+    interleaved: bool = False,
+    fraction: float = 1.0,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    page_offset: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+) -> tuple[Array, Array, Array] | tuple[Array, Array, Array, Array, Array]: ...
 def router_z_loss(logits: ArrayLike) -> Array: ...
 @overload
 def sample(

@@ -22,6 +22,7 @@ from tilewright.kernels.paged_attention.ops.ragged_decode_attention import (
     ragged_decode_attention,
 )
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageAttention, ragged_page_attention
+from tilewright.kernels.paged_attention.ops.rope_update_pages import RopeUpdatePages, rope_update_pages
 from tilewright.kernels.paged_attention.ops.unified_attention import UnifiedAttention, unified_attention
 from tilewright.kernels.paged_attention.ops.update_pages import UpdatePages, update_pages
 from tilewright.kernels.sampling.ops.sample import Sample, sample
@@ -34,6 +35,7 @@ __all__ = [
     "RaggedDecodeAttention",
     "RaggedPageAttention",
     "Sample",
+    "RopeUpdatePages",
     "UnifiedAttention",
     "UpdatePages",
     "chunked_prefill_paged_decode",
@@ -47,6 +49,7 @@ __all__ = [
     "ragged_decode_attention",
     "ragged_page_attention",
     "sample",
+    "rope_update_pages",
     "unified_attention",
     "update_pages",
 ]

@@ -61,7 +61,7 @@ def write_pages(inputs: WriteInputs) -> Cache:
     if 0 in inputs.key.shape or 0 in inputs.key_pages.shape or 0 in inputs.page_table.shape:
         return inputs.cache
     inputs = _split_like_pages(inputs)
-    page, row = _page_rows(inputs)
+    page, row = page_rows(inputs)
     key_pages, key_scale = _written(inputs.key_pages, inputs.key_scale, inputs.key, page, row, inputs.kv_dtype)
     value_pages, value_scale = inputs.value_pages, inputs.value_scale
     if inputs.value is not None:
@@ -104,7 +104,7 @@ def _split_like_pages(inputs: WriteInputs) -> WriteInputs:
     )
 
 
-def _page_rows(inputs: WriteInputs) -> tuple[Any, Any]:
+def page_rows(inputs: WriteInputs) -> tuple[Any, Any]:
     """The page and the row to write each token to; page ``num_pages`` if it is dropped."""
     num_pages, page_size = inputs.key_pages.shape[:2]
     sequences, columns = inputs.page_table.shape
@@ -130,10 +130,15 @@ def _written(
             token_scale = token_scales(new, dtype, per_head=scale.shape[2] > 1)
             scale = scale.at[page, row].set(token_scale, mode="drop")
         else:
-            token_scale = scale[_index(page, scale.shape[0]), _index(row, scale.shape[1])]
+            token_scale = given_scales(scale, page, row)
         new = new.astype(jnp.float32) / token_scale[..., None]
     # Page ``num_pages`` does not exist: "drop" leaves out the tokens that have it.
     return pages.at[page, row].set(stored(new, dtype).astype(pages.dtype), mode="drop"), scale
+
+
+def given_scales(scale: jax.Array, page: jax.Array, row: jax.Array) -> Any:
+    """The scales of the caller for new tokens at these places, ``[tokens, kv_heads | 1]``."""
+    return scale[_index(page, scale.shape[0]), _index(row, scale.shape[1])]
 
 
 def _index(indices: jax.Array, size: int) -> Any:

@@ -23,11 +23,11 @@ from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.rope.cases import CASES, RopeCase
 from tilewright.kernels.rope.inputs import RopeInputs, rope_reference
-from tilewright.kernels.rope.scaling import RopeScaling, of_config
+from tilewright.kernels.rope.scaling import RopeScaling, of_config, rotation_of
 from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.utils.stable_ids import stable_id
 
-_FRACTION = 1.0
+FRACTION = 1.0
 
 
 @stable_id("tilewright/rope.Rope")
@@ -49,7 +49,7 @@ class Rope(PortfolioKernel[RopeInputs, jax.Array]):
         base: float = RopeInputs.base,
         scaling: RopeScaling | Mapping[str, Any] | None = None,
         interleaved: bool = False,
-        fraction: float = _FRACTION,
+        fraction: float = FRACTION,
         inverse: bool = False,
         platform: PlatformOption = None,
         cfg: object = None,
@@ -61,27 +61,13 @@ class Rope(PortfolioKernel[RopeInputs, jax.Array]):
                 "x must be a floating-point array of 16 bits or more, [..., tokens, heads, dim], got "
                 f"{x.shape=}, {x.dtype=}"
             )
-        base, fraction = number("base", base), number("fraction", fraction)
-        if isinstance(scaling, Mapping):
-            scaling, said = of_config(scaling)
-            base = _agreed("base", base, RopeInputs.base, said)
-            fraction = _agreed("fraction", fraction, _FRACTION, said)
-        if not isinstance(scaling, RopeScaling | None):
-            raise TypeError(f"scaling must be a RopeScaling, such as YarnScaling, a mapping or None, got {scaling!r}")
-        if base <= 1.0:
-            raise ValueError(f"base must be greater than 1, got {base=}")
-        inputs = RopeInputs(
+        return RopeInputs(
             x,
-            _positions(positions, x),
-            base,
-            scaling,
-            flag("interleaved", interleaved),
-            _rotary_dim(x.shape[-1], fraction),
-            flag("inverse", inverse),
+            positions_array(positions, x),
+            **rotation_options(x.shape[-1], base, scaling, interleaved, fraction),
+            inverse=flag("inverse", inverse),
             platform=self.backends.allowed(platform),
         )
-        _ = inputs.rotation  # a scaling says here if it does not fit the size
-        return inputs
 
     def results(self, inputs: RopeInputs) -> Any:
         return struct_like(inputs.x)
@@ -96,7 +82,30 @@ class Rope(PortfolioKernel[RopeInputs, jax.Array]):
         return rope_reference(inputs).astype(inputs.x.dtype)
 
 
-def _positions(positions: ArrayLike, x: jax.Array) -> jax.Array:
+def rotation_options(
+    dim: Any, base: float, scaling: RopeScaling | Mapping[str, Any] | None, interleaved: bool, fraction: float
+) -> dict[str, Any]:
+    """The checked options of a rotation of heads of ``dim`` elements, by the names of ``RopeInputs``."""
+    base, fraction = number("base", base), number("fraction", fraction)
+    if isinstance(scaling, Mapping):
+        scaling, said = of_config(scaling)
+        base = _agreed("base", base, RopeInputs.base, said)
+        fraction = _agreed("fraction", fraction, FRACTION, said)
+    if not isinstance(scaling, RopeScaling | None):
+        raise TypeError(f"scaling must be a RopeScaling, such as YarnScaling, a mapping or None, got {scaling!r}")
+    if base <= 1.0:
+        raise ValueError(f"base must be greater than 1, got {base=}")
+    rotary_dim = _rotary_dim(dim, fraction)
+    rotation_of(scaling, base, rotary_dim or dim)  # a scaling says here if it does not fit the size
+    return {
+        "base": base,
+        "scaling": scaling,
+        "interleaved": flag("interleaved", interleaved),
+        "rotary_dim": rotary_dim,
+    }
+
+
+def positions_array(positions: ArrayLike, x: jax.Array) -> jax.Array:
     """Positions with a dimension for each of x but the last."""
     positions = as_array("positions", positions)
     if not is_integer(positions.dtype):
