@@ -22,6 +22,7 @@ from tilewright.kernels.paged_attention.op import PagedAttentionKernel
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
+from tilewright.kernels.paged_attention.ops.rope_update_pages import RopeUpdatePages
 from tilewright.kernels.paged_attention.ops.update_pages import UpdatePages
 from tilewright.modules import (
     PageAttention,
@@ -38,7 +39,7 @@ from tilewright.modules import (
 from tilewright.ops import ConfigSelectorChain, Executor, Tuner, from_json, to_json
 from tilewright.ops.utils.datacarrier import FwdParams
 
-FUNCTIONS = {name: function(name) for name in OPS if isinstance(kernel(name), PagedAttentionKernel | UpdatePages)}
+FUNCTIONS = {name: function(name) for name in OPS if isinstance(kernel(name), PagedAttentionKernel | UpdatePages | RopeUpdatePages)}
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
