@@ -39,7 +39,8 @@ from tilewright.modules import (
 from tilewright.ops import ConfigSelectorChain, Executor, Tuner, from_json, to_json
 from tilewright.ops.utils.datacarrier import FwdParams
 
-FUNCTIONS = {name: function(name) for name in OPS if isinstance(kernel(name), PagedAttentionKernel | UpdatePages | RopeUpdatePages)}
+SERVING = PagedAttentionKernel | UpdatePages | RopeUpdatePages
+FUNCTIONS = {name: function(name) for name in OPS if isinstance(kernel(name), SERVING)}
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
