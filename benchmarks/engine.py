@@ -159,7 +159,7 @@ def measured(name: str, model: Llama, config: EngineConfig, length: int, arrival
         f"bytes {1e3 * found['bytes_s']:.2f} ms, {found['share']:.2f}",
         flush=True,
     )
-    for label, at_once in (("as they came", False), ("at once", True)):
+    for label, at_once in (("as they came", False), ("at once", True)) if arrivals else ():
         data[label] = found = replay(engine, arrivals, at_once)
         first, between = found["first_token_s"], found["between_tokens_s"]
         print(
@@ -178,7 +178,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("models", nargs="*", default=list(LLAMAS))
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--written-out", action="store_true", help="layers are not scanned")
+    parser.add_argument("--scanned", action="store_true", help="layers are the body of a loop")
+    parser.add_argument("--decode-only", action="store_true", help="no recorded requests")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--name", default="engine")
     given = parser.parse_args()
@@ -188,9 +189,9 @@ def main() -> None:
         return
     data: dict[str, Any] = {}
     for name in given.models:
-        model = dataclasses.replace(LLAMAS[name], scanned=not given.written_out)
+        model = dataclasses.replace(LLAMAS[name], scanned=given.scanned)
         config = EngineConfig(slots=64, page_size=16, num_pages=8192, longest=8192, chunk=2048)
-        data[name] = measured(name, model, config, given.length, trace())
+        data[name] = measured(name, model, config, given.length, [] if given.decode_only else trace())
         file = record(given.name, {"models": data})
     print(file)
 

@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import byte_transformer
 import jax
 import jax.numpy as jnp
 
-from tilewright.modules import glu, rms_norm, rope
+from tilewright.modules import glu, rms_norm
 
 type Parameters = dict[str, Any]
 
@@ -18,9 +18,20 @@ class Cache(Protocol):
     """The pages of all layers, as they are in one step; what attention has written is in the next one."""
 
     def attend(
-        self, layer: Any, query: jax.Array, key: jax.Array, value: jax.Array, sliding_window: int | None = None
+        self,
+        layer: Any,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        rope_scaling: Mapping[str, Any] | None = None,
+        sliding_window: int | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Attention of the step's tokens in one layer, by its number, which may be traced; and the next cache."""
+        """Attention of the step's tokens in one layer, by its number, which may be traced; and the next cache.
+
+        Args:
+          rope_scaling: as in ``config.json``: queries and keys are rotated first.
+        """
         ...
 
 
@@ -67,7 +78,8 @@ class Llama:
 
     Attributes:
       rope_scaling: as in ``config.json``, in pairs of name and value.
-      scanned: its layers are one body of a loop, which compiles faster; else they are written out.
+      scanned: its layers are one body of a loop, which compiles three times as fast; but in each step XLA copies the
+        matrices of its own products out of their stacks, and decoding takes half as long again.
     """
 
     layers: int
@@ -79,7 +91,7 @@ class Llama:
     vocabulary: int
     rope_scaling: tuple[tuple[str, Any], ...] = (("rope_type", "default"), ("rope_theta", 500000.0))
     dtype: Any = jnp.bfloat16
-    scanned: bool = True
+    scanned: bool = False
 
     @property
     def history(self) -> int:
@@ -115,17 +127,16 @@ class Llama:
     def features[C: Cache](
         self, parameters: Parameters, tokens: jax.Array, earlier: Sequence[jax.Array], positions: jax.Array, cache: C
     ) -> tuple[jax.Array, C]:
-        body = functools.partial(self._layer, positions=positions)
-        carry = parameters["embedding"][tokens], cache
+        layers, carry = parameters["layers"], (parameters["embedding"][tokens], cache)
         if self.scanned:
-            (x, cache), _ = jax.lax.scan(body, carry, (parameters["layers"], jnp.arange(self.layers)))
+            carry, _ = jax.lax.scan(self._layer, carry, (layers, jnp.arange(self.layers)))
         else:
-            for each in zip(parameters["layers"], range(self.layers), strict=True):
-                carry, _ = body(carry, each)
-            x, cache = carry
+            for each in zip(layers, range(self.layers), strict=True):
+                carry, _ = self._layer(carry, each)
+        x, cache = carry
         return rms_norm(x, parameters["norm"]), cache
 
-    def _layer(self, carry: tuple[jax.Array, Any], scanned: tuple[Any, Any], *, positions: jax.Array) -> Any:
+    def _layer(self, carry: tuple[jax.Array, Any], scanned: tuple[Any, Any]) -> Any:
         (x, cache), (w, layer) = carry, scanned
         q = self.heads * self.head_dim
         rows = rms_norm(x, w["attention_norm"]) @ w["qkv"]
@@ -133,13 +144,12 @@ class Llama:
             each.reshape(-1, each.shape[-1] // self.head_dim, self.head_dim)
             for each in jnp.split(rows, (q, q + self.kv_heads * self.head_dim), axis=1)
         )
-        query, key = (rope(each, positions, scaling=dict(self.rope_scaling)) for each in (query, key))
-        out, cache = cache.attend(layer, query, key, value)
+        out, cache = cache.attend(layer, query, key, value, rope_scaling=dict(self.rope_scaling))
         y, x = rms_norm(out.reshape(-1, q) @ w["o"], w["mlp_norm"], residual=x)
         return (x + glu(y, w["gate"], w["up"]) @ w["down"], cache), None
 
     def logits(self, parameters: Parameters, rows: jax.Array) -> jax.Array:
-        return (rows @ parameters["head"]).astype(jnp.float32)
+        return jnp.dot(rows, parameters["head"], preferred_element_type=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +184,8 @@ class ByteModel:
     ) -> tuple[jax.Array, C]:
         def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             nonlocal cache
-            out, cache = cache.attend(layer, query, key, value, self.config.sliding_window(layer))
+            window = self.config.sliding_window(layer)
+            out, cache = cache.attend(layer, query, key, value, sliding_window=window)
             return out
 
         x = byte_transformer.embed(parameters, tokens, earlier, self.config)

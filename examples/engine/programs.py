@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from engine.models import Model
-from tilewright.modules import page_attention, ragged_page_attention, sample, update_pages
+from tilewright.modules import page_attention, ragged_page_attention, rope_update_pages, sample, update_pages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,20 +117,30 @@ class StepCache:
     num_pages: int = dataclasses.field(metadata={"static": True})
 
     def attend(
-        self, layer: Any, query: jax.Array, key: jax.Array, value: jax.Array, sliding_window: int | None = None
+        self,
+        layer: Any,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        rope_scaling: Mapping[str, Any] | None = None,
+        sliding_window: int | None = None,
     ) -> tuple[jax.Array, "StepCache"]:
         lengths = jnp.where(self.slots.counts > 0, self.slots.cached + self.slots.counts, 0)
-        where: dict[str, Any] = {"page_offset": layer * self.num_pages}
-        if self.bounds is None:
-            pages = Pages(*update_pages(*self.pages, key, value, self.slots.tables, lengths, **where))
-            out = page_attention(query, *pages, self.slots.tables, lengths, sliding_window=sliding_window, **where)
+        tables, bounds, offset = self.slots.tables, self.bounds, layer * self.num_pages
+        keys, values = self.pages
+        if rope_scaling is None:
+            keys, values = update_pages(keys, values, key, value, tables, lengths, bounds, page_offset=offset)
         else:
-            options = where | {"new_key": key, "new_value": value, "sliding_window": sliding_window}
-            out, *written = ragged_page_attention(
-                query, *self.pages, self.slots.tables, lengths, self.bounds, **options
+            query, keys, values = rope_update_pages(
+                query, keys, values, key, value, tables, lengths, bounds, scaling=rope_scaling, page_offset=offset
             )
-            pages = Pages(*written)
-        return out, dataclasses.replace(self, pages=pages)
+        options: Any = {"page_offset": offset, "sliding_window": sliding_window}
+        if bounds is None:
+            out = page_attention(query, keys, values, tables, lengths, **options)
+        else:
+            out = ragged_page_attention(query, keys, values, tables, lengths, bounds, **options)
+        return out, dataclasses.replace(self, pages=Pages(keys, values))
 
 
 def empty_state(models: Sequence[Model], config: EngineConfig) -> State:

@@ -31,7 +31,7 @@ CASES = Sample.cases.by_device["gpu"] | {
 
 
 class TestTriton(SampleConformance):
-    backend: ClassVar[Backend[Any, Any, Any]] = TritonSample()
+    backend: ClassVar[Backend] = TritonSample()
 
     def params(self, problem: SampleInputs) -> tuple[Any, Any]:
         return self.backend.heuristic(problem, current_device(), "forward"), None

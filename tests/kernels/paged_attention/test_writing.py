@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tilewright.kernels.paged_attention.writing import COMPARED, is_last
 from tilewright.modules import UpdatePages, page_attention, ragged_page_attention, update_pages
 
 PAGES, SIZE, HEADS, DIM = 6, 4, 2, 8
@@ -87,6 +88,15 @@ def test_what_has_no_place_is_dropped_and_the_last_of_two_stays():
     got, values = update_pages(KEY_PAGES, VALUE_PAGES, KEY, VALUE, twice, jnp.asarray([4, 4]), jnp.asarray([0, 4, 8]))
     np.testing.assert_array_equal(got[4], KEY[4:])
     np.testing.assert_array_equal(values[4], VALUE[4:])
+
+
+@pytest.mark.parametrize("count", [1, 7, COMPARED, COMPARED + 1])
+def test_the_last_token_of_a_place(count: int):
+    draw = np.random.default_rng(0)
+    page, row = draw.integers(0, 9, count), draw.integers(0, 4, count)
+    got = is_last(jnp.asarray(page), jnp.asarray(row))
+    last = {place: i for i, place in enumerate(zip(page.tolist(), row.tolist(), strict=True))}
+    assert np.flatnonzero(got).tolist() == sorted(last.values())
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ from tilewright.kernels.paged_attention.token_layout import bounded, packed_toke
 type Cache = tuple[Any, Any, Any, Any]
 """Pages of keys and of values, and the scales of both."""
 
+COMPARED = 512
+"""Up to so many tokens are compared with each other, in one kernel; a sort of more has fewer steps."""
+
 
 class WriteInputs(OpInputs):
     """Pages and the tokens to write into them; values and scales may be absent.
@@ -114,12 +117,19 @@ def page_rows(inputs: WriteInputs) -> tuple[Any, Any]:
     page = inputs.page_table[tokens.sequence, jnp.clip(column, 0, columns - 1)]
     exists = tokens.owned & (position >= 0) & (column < columns) & (page >= 0) & (page < num_pages)
     page, row = jnp.where(exists, page, num_pages), position % page_size
-    # A scatter with equal coordinates may mix two tokens. Sorting is stable: the last of a run is the last token.
-    order = jnp.lexsort((row, page))
+    return jnp.where(is_last(page, row), page, num_pages), row
+
+
+def is_last(page: jax.Array, row: jax.Array) -> jax.Array:
+    """Marks tokens without a later one of the same page and row: a scatter with equal coordinates may mix two."""
+    count = page.shape[0]
+    if isinstance(count, int) and count <= COMPARED:
+        same = (page[:, None] == page) & (row[:, None] == row)
+        return ~(same & (jnp.arange(count)[:, None] < jnp.arange(count))).any(1)
+    order = jnp.lexsort((row, page))  # stable: the last of a run is the last token
     coordinates = jnp.stack([page, row])[:, order]
     is_last = jnp.append((coordinates[:, :-1] != coordinates[:, 1:]).any(0), True)
-    kept = jnp.zeros_like(is_last).at[order].set(is_last)
-    return jnp.where(kept, page, num_pages), row
+    return jnp.zeros_like(is_last).at[order].set(is_last)
 
 
 def _written(
