@@ -137,6 +137,17 @@ class Head:
         )
 
 
+def block_logits(head: Head, block: Block, x: jax.Array) -> jax.Array:
+    """The logits of a block, ``[*tokens, block]``, the soft cap and the scale applied."""
+    weight = block.of(head.weight, head.vocab_axis)
+    logits = dot(x, weight, (x.ndim - 1, 1 - head.vocab_axis), None, head.wide)
+    if head.bias is not None:
+        logits = logits + block.of(head.bias, 0).astype(head.wide)
+    if head.soft_cap is not None:
+        logits = head.soft_cap * jnp.tanh(logits / head.soft_cap)
+    return logits if head.scale == 1.0 else logits * head.scale
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Totals:

@@ -7,10 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.linear_cross_entropy.blocks.tokens import TokenBlocks, rows_of, written
-from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head, Totals, add_gradients, over_blocks
+from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import (
+    Block,
+    Head,
+    Totals,
+    add_gradients,
+    block_logits,
+    over_blocks,
+)
 from tilewright.kernels.linear_cross_entropy.inputs import KlInputs, LossResults
 from tilewright.kernels.linear_cross_entropy.losses import completed_kl, of_kl_statistics, token_weights_gradient
-from tilewright.kernels.linear_cross_entropy.xla.logits import before_cap, logits_of
+from tilewright.kernels.linear_cross_entropy.xla.logits import before_cap
 from tilewright.kernels.linear_cross_entropy.xla.params import (
     Params,
     XlaLossBackwardParams,
@@ -148,7 +155,7 @@ def _statistics(
 
     def step(block: Block, carry: Any) -> Any:
         (high_u, sum_u), (high_v, sum_v, difference) = carry
-        u, v = (logits_of(head, block, x) for head, x in zip(heads, (student_x, teacher_x), strict=True))
+        u, v = (block_logits(head, block, x) for head, x in zip(heads, (student_x, teacher_x), strict=True))
         high_u, before_u, of_u = rescaled(high_u, jnp.where(block.fresh, u, -jnp.inf))
         high_v, before_v, of_v = rescaled(high_v, jnp.where(block.fresh, v, -jnp.inf))
         # A class that the teacher rules out counts nothing, even where the student does, too: 0 · inf is NaN.
@@ -180,7 +187,7 @@ def _gradients(
 
     def step(block: Block, carry: Any) -> Any:
         d_xs, totals = carry
-        u, v = (logits_of(head, block, x) for head, x in zip(heads, xs, strict=True))
+        u, v = (block_logits(head, block, x) for head, x in zip(heads, xs, strict=True))
         p, q = jnp.exp(u - lse_u), jnp.exp(v - lse_v)
         of_student = of_u * p - of_difference * q
         of_teacher = q * (of_difference * (v - u - difference + 1) + of_v)

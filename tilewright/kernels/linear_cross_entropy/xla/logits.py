@@ -7,19 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.linear_cross_entropy.blocks.logits import Statistics, Tokens
-from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head, over_blocks
-from tilewright.kernels.numerics.dots import dot
-
-
-def logits_of(head: Head, block: Block, x: jax.Array) -> jax.Array:
-    """``[*tokens, block]``, the soft cap and the scale applied."""
-    weight = block.of(head.weight, head.vocab_axis)
-    logits = dot(x, weight, (x.ndim - 1, 1 - head.vocab_axis), None, head.wide)
-    if head.bias is not None:
-        logits = logits + block.of(head.bias, 0).astype(head.wide)
-    if head.soft_cap is not None:
-        logits = head.soft_cap * jnp.tanh(logits / head.soft_cap)
-    return logits if head.scale == 1.0 else logits * head.scale
+from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Block, Head, block_logits, over_blocks
 
 
 def before_cap(head: Head, logits: jax.Array, gradient: jax.Array) -> jax.Array:
@@ -48,7 +36,7 @@ class XlaLogits:
 
         def step(block: Block, carry: Any) -> Any:
             highest, total, label_logit, logit_sum, kept = carry
-            logits = logits_of(head, block, x)
+            logits = block_logits(head, block, x)
             if kept is not None:
                 kept = block.written(kept, logits, kept.ndim - 1)
             masked = jnp.where(block.fresh, logits, -jnp.inf)
@@ -75,7 +63,7 @@ class XlaLogits:
 
     def gradient(self, x: jax.Array, tokens: Tokens, block: Block) -> jax.Array:
         """The gradient of a block whose logits are computed again."""
-        return self._gradient(logits_of(self.head, block, x), tokens, block)
+        return self._gradient(block_logits(self.head, block, x), tokens, block)
 
     def _gradient(self, logits: jax.Array, tokens: Tokens, block: Block) -> jax.Array:
         of_lse, of_label, of_sum = tokens.cotangents
