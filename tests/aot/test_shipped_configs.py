@@ -37,9 +37,11 @@ from tilewright.kernels.paged_attention.triton.backend import TritonPagedAttenti
 from tilewright.kernels.router.cases import RouterCase
 from tilewright.kernels.router.op import TopKRouter
 from tilewright.kernels.router.triton.backend import TritonRouter
-from tilewright.kernels.sampling.cases import SampleCase
+from tilewright.kernels.sampling.cases import LinearSampleCase, SampleCase
+from tilewright.kernels.sampling.ops.linear_sample import LinearSample
 from tilewright.kernels.sampling.ops.sample import Sample
-from tilewright.kernels.sampling.triton.backend import TritonSample
+from tilewright.kernels.sampling.triton.linear_sample import TritonLinearSample
+from tilewright.kernels.sampling.triton.sample import TritonSample
 from tilewright.ops.types import Direction
 
 # Attention on Hopper GPUs.
@@ -372,6 +374,10 @@ SAMPLES = Sample.cases.by_device["gpu"] | variants(
         "small": {"vocab": 50, "top_p": 0.9},
     },
 )
+LINEAR_SAMPLES = LinearSample.cases.by_device["gpu"] | variants(
+    LinearSampleCase("", rows=64, d=1024, vocab=32000),
+    {"float32": {}, "bias and odd": {"bias": True, "d": 1000, "vocab": 50257, "dtype": "float16"}},
+)
 
 
 EVERY_CARD = tuple(CARDS)
@@ -529,6 +535,9 @@ EVERY = (
         spills=packed_spills,
     ),
     Shipped("top_k_router", TritonRouter(), ROUTERS, EVERY_CARD, tuned=("qwen3", "odd groups")),
+    Shipped(
+        "linear_sample", TritonLinearSample(), LINEAR_SAMPLES, EVERY_CARD, ("forward",), tuned=("llama", "512_rows")
+    ),
     Shipped("sample", TritonSample(), SAMPLES, EVERY_CARD, ("forward",), tuned=("all", "top_k_top_p", "every limit")),
     *(
         Shipped(

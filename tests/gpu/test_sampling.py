@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 
 from tests.kernels.sampling.conformance import SampleConformance, inputs_of
+from tests.kernels.sampling.linear_conformance import LinearSampleConformance
 from tilewright.kernels.op.backend import Backend
-from tilewright.kernels.sampling.cases import SampleCase
-from tilewright.kernels.sampling.inputs import SampleInputs
+from tilewright.kernels.sampling.cases import LinearSampleCase, SampleCase
+from tilewright.kernels.sampling.inputs import LinearSampleInputs, SampleInputs
+from tilewright.kernels.sampling.ops.linear_sample import LinearSample
 from tilewright.kernels.sampling.ops.sample import Sample
-from tilewright.kernels.sampling.triton.backend import TritonSample
-from tilewright.modules import sample
+from tilewright.kernels.sampling.triton.linear_sample import TritonLinearSample
+from tilewright.kernels.sampling.triton.sample import TritonSample
+from tilewright.modules import linear_log_probs, linear_sample, sample
 from tilewright.ops.utils.device import current_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -31,7 +34,7 @@ CASES = Sample.cases.by_device["gpu"] | {
 
 
 class TestTriton(SampleConformance):
-    backend: ClassVar[Backend] = TritonSample()
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = TritonSample()
 
     def params(self, problem: SampleInputs) -> tuple[Any, Any]:
         return self.backend.heuristic(problem, current_device(), "forward"), None
@@ -62,3 +65,31 @@ def test_no_token_depends_on_neighbours_or_on_the_config(limits: dict[str, Any])
         part: Any = jax.tree.map(lambda x, rows=rows: jnp.asarray(x)[rows], inputs)
         got = jax.jit(lambda x: backend.forward(x, backend.heuristic(x.structs, device, "forward")))(part)[0]
         np.testing.assert_array_equal(got, want[rows])
+
+
+class TestLinearTriton(LinearSampleConformance):
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = TritonLinearSample()
+
+    def params(self, problem: LinearSampleInputs) -> tuple[Any, Any]:
+        return self.backend.heuristic(problem, current_device(), "forward"), None
+
+
+LINEAR = LinearSample.cases.by_device["gpu"] | {
+    "odd": LinearSampleCase("", rows=77, d=1000, vocab=50257, bias=True, dtype="float16", temperature=0.7),
+    "greedy": LinearSampleCase("", rows=64, d=2048, vocab=32000, dtype="bfloat16", temperature=0.0),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_at_real_sizes(name: str):
+    """The tokens are those of XLA but for the rounding of logits, and so are their log-probabilities."""
+    arrays, options = LINEAR[name].arguments()
+    program = jax.jit(lambda platform, *x: linear_sample(*x, **options, platform=platform), static_argnums=0)
+    got, want = (program(platform, *arrays) for platform in ("triton", "xla"))
+    same = np.asarray(got[0]) == np.asarray(want[0])
+    assert same.mean() > 0.95
+    np.testing.assert_allclose(np.asarray(got[1])[same], np.asarray(want[1])[same], rtol=1e-3, atol=1e-3)
+    if options["temperature"] in (0.0, 1.0):
+        head = {name: options[name] for name in ("vocab_first", "logits_soft_cap")}
+        exact = linear_log_probs(arrays[0], arrays[1], got[0], **head)
+        np.testing.assert_allclose(got[1], exact, rtol=1e-3, atol=1e-3)

@@ -25,6 +25,7 @@ _OPS = {
     "update_pages": f"{_PAGED}.update_pages:UpdatePages",
     "rope_update_pages": f"{_PAGED}.rope_update_pages:RopeUpdatePages",
     "sample": "tilewright.kernels.sampling.ops.sample:Sample",
+    "linear_sample": "tilewright.kernels.sampling.ops.linear_sample:LinearSample",
     "rms_norm": "tilewright.kernels.norms.op:RmsNorm",
     "layer_norm": "tilewright.kernels.norms.op:LayerNorm",
     "rope": "tilewright.kernels.rope.op:Rope",

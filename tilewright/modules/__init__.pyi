@@ -50,6 +50,7 @@ from tilewright.kernels.rope.scaling import (
 )
 from tilewright.kernels.router.inputs import Scoring
 from tilewright.kernels.router.op import TopKRouter
+from tilewright.kernels.sampling.ops.linear_sample import LinearSample
 from tilewright.kernels.sampling.ops.sample import Sample
 from tilewright.modules import base
 
@@ -63,6 +64,7 @@ __all__ = [
     "LayerNorm",
     "LinearCrossEntropy",
     "LinearKlDivergence",
+    "LinearSample",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
@@ -102,6 +104,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_kl_divergence",
     "linear_log_probs",
+    "linear_sample",
     "load_balancing_loss",
     "matmul",
     "matmul_reduce_scatter",
@@ -1591,6 +1594,18 @@ def linear_kl_divergence(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array: ...
+def linear_sample(
+    x: ArrayLike,
+    weight: ArrayLike,
+    key: ArrayLike,
+    *,
+    temperature: ArrayLike = 1.0,
+    bias: ArrayLike | None = None,
+    vocab_first: bool = False,
+    logits_soft_cap: float | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> tuple[Array, Array]: ...
 def matmul(
     lhs: ArrayLike,
     rhs: ArrayLike,

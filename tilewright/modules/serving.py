@@ -25,11 +25,13 @@ from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedP
 from tilewright.kernels.paged_attention.ops.rope_update_pages import RopeUpdatePages, rope_update_pages
 from tilewright.kernels.paged_attention.ops.unified_attention import UnifiedAttention, unified_attention
 from tilewright.kernels.paged_attention.ops.update_pages import UpdatePages, update_pages
+from tilewright.kernels.sampling.ops.linear_sample import LinearSample, linear_sample
 from tilewright.kernels.sampling.ops.sample import Sample, sample
 
 __all__ = [
     "ChunkedPrefillPagedDecode",
     "DecodeAttention",
+    "LinearSample",
     "MlaDecode",
     "PageAttention",
     "RaggedDecodeAttention",
@@ -44,6 +46,7 @@ __all__ = [
     "context_parallel_update_pages",
     "decode_attention",
     "flash_mla",
+    "linear_sample",
     "mla_decode",
     "page_attention",
     "ragged_decode_attention",

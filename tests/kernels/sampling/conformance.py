@@ -89,11 +89,11 @@ def oracle_of(inputs: SampleInputs) -> Found:
     return {"tokens": tokens.astype(np.int32), "log_probs": log_probs}
 
 
-def check_draw(got: Found, want: Found) -> None:
+def check_draw(got: Found, want: Found, tolerance: float = 2e-6) -> None:
     """The tokens are those of the oracle; log-probabilities are in float32."""
     np.testing.assert_array_equal(got["tokens"], want["tokens"])
     if "log_probs" in got:
-        np.testing.assert_allclose(got["log_probs"], want["log_probs"], rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(got["log_probs"], want["log_probs"], rtol=tolerance, atol=tolerance)
 
 
 def named(results: Any) -> Found:

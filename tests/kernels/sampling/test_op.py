@@ -138,7 +138,7 @@ def test_float64_is_rounded():
     ("change", "error", "message"),
     [
         ({"logits": jnp.zeros((2, 3), jnp.int32)}, ValueError, "logits must be a floating-point array"),
-        ({"logits": jnp.zeros((2, 0))}, ValueError, "the last dimension of logits"),
+        ({"logits": jnp.zeros((2, 0))}, ValueError, "logits must have a vocabulary"),
         ({"key": 3}, TypeError, r"pass jax.random.key\(seed\)"),
         ({"key": np.zeros(2, np.int32)}, TypeError, "key must be made by jax.random.key"),
         ({"key": np.zeros(4, np.uint32)}, TypeError, "key must be made by jax.random.key"),

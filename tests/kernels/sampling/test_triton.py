@@ -23,7 +23,7 @@ from tests.kernels.sampling.conformance import (
 from tilewright.kernels import kernel
 from tilewright.kernels.sampling.cases import SampleCase
 from tilewright.kernels.sampling.inputs import SampleInputs
-from tilewright.kernels.sampling.triton.backend import TritonSample, TritonSampleParams
+from tilewright.kernels.sampling.triton.sample import TritonSample, TritonSampleParams
 from tilewright.kernels.triton import recorded_launches
 from tilewright.kernels.triton.compiler import report
 from tilewright.kernels.triton.interpreter import interpret_triton

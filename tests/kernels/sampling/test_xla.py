@@ -9,7 +9,7 @@ import pytest
 from tests.kernels.sampling.conformance import SampleConformance, strange
 from tilewright.kernels.sampling.inputs import SampleInputs
 from tilewright.kernels.sampling.ordered import mass, ordered, value_of
-from tilewright.kernels.sampling.xla import XlaSample
+from tilewright.kernels.sampling.xla.sample import XlaSample
 from tilewright.ops.utils.datacarrier import FwdParams
 
 

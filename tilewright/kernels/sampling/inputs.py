@@ -65,6 +65,42 @@ class SampleInputs(OpInputs):
         return any(limit is not None for limit in (self.top_k, self.top_p, self.min_p))
 
 
+class LinearSampleInputs(OpInputs):
+    """A call of ``linear_sample`` after ``prepare``; shapes and dtypes hold without further checks.
+
+    Attributes:
+      weight: ``[d, vocab]``, or ``[vocab, d]`` with ``vocab_first``.
+      key: two words for each row.
+      temperature: ``None`` for 1.
+    """
+
+    x: Float[Array, "*rows d"]
+    weight: Float[Array, "_ _"]
+    key: UInt32[Array, "*rows 2"]
+    bias: Float[Array, " vocab"] | None = None
+    temperature: Float32[Array, "*rows"] | None = None
+    vocab_first: bool = static(default=False)
+    logits_soft_cap: float | None = static(default=None)
+
+    @functools.cached_property
+    def leading(self) -> tuple[int, ...]:
+        """The shape of the tokens."""
+        return self.x.shape[:-1]
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """Number of tokens to draw."""
+        return math.prod(self.leading)
+
+    @functools.cached_property
+    def d(self) -> int:
+        return self.x.shape[-1]
+
+    @functools.cached_property
+    def vocab(self) -> int:
+        return self.weight.shape[0 if self.vocab_first else 1]
+
+
 def draw_structs(leading: tuple[int, ...], return_log_probs: bool) -> Draw:
     """The results of every backend."""
     tokens, log_probs = (jax.ShapeDtypeStruct(leading, dtype) for dtype in ("int32", "float32"))

@@ -1,9 +1,10 @@
-"""The oracle of drawing from logits: limits by sorting the row, and the greatest sum of logit and noise."""
+"""The oracles of drawing: limits by sorting the row, and the greatest sum of logit and noise."""
 
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.sampling.inputs import Draw, SampleInputs
+from tilewright.kernels.numerics.dots import accumulator
+from tilewright.kernels.sampling.inputs import Draw, LinearSampleInputs, SampleInputs
 from tilewright.kernels.sampling.noise import gumbel
 
 
@@ -23,6 +24,17 @@ def sample_reference(inputs: SampleInputs) -> Draw:
         return Draw(tokens, None)
     log_probs = jnp.take_along_axis(jax.nn.log_softmax(distance), tokens[..., None], -1)[..., 0]
     return Draw(tokens, jnp.where(is_empty, -jnp.inf, log_probs))
+
+
+def linear_sample_reference(inputs: LinearSampleInputs) -> Draw:
+    """The draw from logits in memory."""
+    wide = accumulator(inputs.x.dtype, inputs.weight.dtype)
+    weight = inputs.weight.astype(wide)
+    logits = jnp.matmul(inputs.x.astype(wide), weight.T if inputs.vocab_first else weight)
+    logits = logits if inputs.bias is None else logits + inputs.bias.astype(wide)
+    cap = inputs.logits_soft_cap
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+    return sample_reference(SampleInputs(logits, inputs.key, inputs.temperature, return_log_probs=True))
 
 
 def _kept(inputs: SampleInputs, logits: jax.Array, distance: jax.Array) -> jax.Array:

@@ -34,8 +34,8 @@ class Sample(InferenceKernel[SampleInputs, Draw]):
 
     def __init__(self) -> None:
         backends = (
-            "tilewright.kernels.sampling.triton.backend:TritonSample",
-            "tilewright.kernels.sampling.xla:XlaSample",
+            "tilewright.kernels.sampling.triton.sample:TritonSample",
+            "tilewright.kernels.sampling.xla.sample:XlaSample",
         )
         super().__init__("sample", version="1", backends=backends)
 
@@ -61,7 +61,7 @@ class Sample(InferenceKernel[SampleInputs, Draw]):
             )
         *rows, vocab = logits.shape
         if not isinstance(vocab, int) or vocab < 1:
-            raise ValueError(f"the last dimension of logits must be a number from 1 on, got {logits.shape=}")
+            raise ValueError(f"logits must have a vocabulary, of a size that is a number, got {logits.shape=}")
         leading = tuple(rows)
         return SampleInputs(
             apply(lambda x: x.astype(jnp.float32), logits) if logits.dtype.itemsize > 4 else logits,

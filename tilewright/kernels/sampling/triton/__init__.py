@@ -1,1 +1,1 @@
-"""Tokens from logits in Triton, on NVIDIA GPUs."""
+"""Tokens in Triton, on NVIDIA GPUs, from logits and from hidden states."""

@@ -54,6 +54,13 @@ def value_of(order):
 
 
 @triton.jit
+def has_order(x, order):
+    """True where ``ordered(x)`` is that, without registers for it, and whatever becomes of subnormal numbers."""
+    bits = value_of(order).to(tl.uint32, bitcast=True)
+    return ((x.to(tl.uint32, bitcast=True) ^ bits) & tl.where(bits == 0, 0x7FFFFFFF, 0xFFFFFFFF)) == 0
+
+
+@triton.jit
 def slope_of(temperature, row, HAS_TEMPERATURE: tl.constexpr):
     """The slope of rows, and True where the draw is greedy."""
     if HAS_TEMPERATURE:
@@ -108,12 +115,12 @@ def best_of_groups(x, tokens, noise, slope, is_greedy):
 
     Scores are relative to the largest logit. All results are ``[groups, 1]``.
     """
-    order = ordered(x)
-    top = tl.max(order, 1, keep_dims=True)
-    distance = tl.where(order == top, 0.0, x - value_of(top))
+    top = tl.max(ordered(x), 1, keep_dims=True)
+    is_largest = has_order(x, top)
+    distance = tl.where(is_largest, 0.0, x - value_of(top))
     # One rounding, whatever else the distance is used for: a token must not depend on what is returned beside it.
     noisy = tl.fma(distance, slope, noise)
-    score = tl.where(is_greedy, tl.where(order == top, 0.0, float("-inf")), noisy)
+    score = tl.where(is_greedy, tl.where(is_largest, 0.0, float("-inf")), noisy)
     best = tl.max(score, 1, keep_dims=True)
     token = tl.min(tl.where(score == best, tokens, FAR), 1, keep_dims=True)
     return top, best, token, tl.max(tl.where(tokens == token, x, float("-inf")), 1, keep_dims=True)
@@ -122,7 +129,7 @@ def best_of_groups(x, tokens, noise, slope, is_greedy):
 @triton.jit
 def group_masses(x, top, slope):
     """The mass of each group, ``int32[groups, 1]`` in units of 1 / GROUP_UNIT."""
-    distance = tl.where(ordered(x) == top, 0.0, x - value_of(top))
+    distance = tl.where(has_order(x, top), 0.0, x - value_of(top))
     weight = tl.where(x == float("-inf"), 0.0, tl.exp(distance * slope))
     return tl.sum((weight * GROUP_UNIT + 0.5).to(tl.int32), 1, keep_dims=True)
 

@@ -1,5 +1,7 @@
 """The launches that draws from logits and from hidden states share: from the best tokens of groups to those of rows."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -28,6 +30,11 @@ def group_structs(rows: int, groups: int, *, draws: bool, mass: bool) -> list[ja
         struct(jnp.float32, rows, groups, is_used=draws),
         struct(jnp.int32, rows, groups, is_used=mass),
     ]
+
+
+def as_batch(x: jax.Array, leading: tuple[int, ...]) -> jax.Array:
+    """``[1, rows, ...]``, of an array that begins with these dimensions."""
+    return jnp.reshape(x, (1, math.prod(leading), *x.shape[len(leading) :]))
 
 
 def row_warps(groups: int) -> int:

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from tilewright.kernels.op.backend import InferenceBackend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.sampling.inputs import GROUP, Draw, SampleInputs
-from tilewright.kernels.sampling.triton.launches import best_of_rows, group_structs, groups_of, row_warps, struct
+from tilewright.kernels.sampling.triton.launches import (
+    as_batch,
+    best_of_rows,
+    group_structs,
+    groups_of,
+    row_warps,
+    struct,
+)
 from tilewright.kernels.triton import launch, unavailable
 from tilewright.kernels.triton.batching import over_batch
 from tilewright.kernels.triton.limits import power_of_two
@@ -91,15 +98,11 @@ class TritonSample(InferenceBackend[SampleInputs, Draw, TritonSampleParams]):
 
     def forward(self, inputs: SampleInputs, params: TritonSampleParams) -> Draw:
         limits = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
-        mapped = [_as_batch(inputs, x) for x in (inputs.logits, inputs.key, *limits)]
+        arrays = (inputs.logits, inputs.key, *limits)
+        mapped = [None if x is None else as_batch(x, inputs.leading) for x in arrays]
         call = functools.partial(_run, params=params, log_probs=inputs.return_log_probs)
         found = [x.reshape(inputs.leading) for x in over_batch(call, mapped, None)]
         return Draw(found[0], found[1] if inputs.return_log_probs else None)
-
-
-def _as_batch(inputs: SampleInputs, x: jax.Array | None) -> jax.Array | None:
-    """``[1, rows, ...]``."""
-    return None if x is None else jnp.reshape(x, (1, inputs.rows, *x.shape[len(inputs.leading) :]))
 
 
 def _run(mapped: Any, _: None, params: TritonSampleParams, log_probs: bool) -> list[jax.Array]:

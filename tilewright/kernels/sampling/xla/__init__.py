@@ -1,0 +1,1 @@
+"""Tokens in plain XLA, from logits and from hidden states."""
