@@ -30,7 +30,8 @@ from tilewright.modules import (
     context_parallel_page_attention, context_parallel_update_pages, decode_attention, dot_product_attention,
     flash_attention, flash_mla, gated_grouped_matmul, glu, grouped_matmul, layer_norm, linear_cross_entropy,
     linear_kl_divergence, linear_log_probs, matmul, mla_decode, page_attention, ragged_decode_attention,
-    ragged_page_attention, rms_norm, rope_update_pages, unified_attention, update_pages, zigzag,
+    ragged_page_attention, rms_norm, rope_update_pages, shared_prefix_page_attention, unified_attention,
+    update_pages, zigzag,
 )
 
 
@@ -77,6 +78,8 @@ def checks(x: Array, i: Array, flag: bool, maybe: Array | None, pages: tuple[Arr
     assert_type(
         rope_update_pages(x, *pages, x, x, i, i, key_scale=x, value_scale=x), tuple[Array, Array, Array, Array, Array]
     )
+    assert_type(shared_prefix_page_attention(x, *pages, i, i, i, i), Array)
+    assert_type(shared_prefix_page_attention(x, *pages, i, i, i, i, return_lse=True), tuple[Array, Array])
     assert_type(context_parallel_update_pages(*pages, x, x, i, i, axis_name="i"), tuple[Array, Array])
     assert_type(context_parallel_page_attention(x, *pages, i, i, axis_name="i"), Array)
     assert_type(context_parallel_mla_decode(x, x, i, i, axis_name="i", return_lse=True), tuple[Array, Array])

@@ -37,6 +37,7 @@ from tilewright.modules import (
     rms_norm,
     rope,
     rope_update_pages,
+    shared_prefix_page_attention,
     top_k_router,
     update_pages,
 )
@@ -251,6 +252,10 @@ CALLS = {
     "`rope_update_pages` | heads": Split(
         rope_update_pages, ((QUERY, ROWS), *[(PAGES, BY_HEAD)] * 2, *[(TOKENS, ROWS)] * 2), AxisType.Explicit,
         integers=(TABLE, (SEQUENCES,)), inference=True,
+    ),
+    "`shared_prefix_page_attention` | heads": Split(
+        shared_prefix_page_attention, ((QUERY, ROWS), *[(PAGES, BY_HEAD)] * 2), AxisType.Explicit,
+        integers=((1, 4), (1,), TABLE, (SEQUENCES,)), inference=True,
     ),
     "`context_parallel_page_attention` | pages": serving(
         context_parallel_page_attention, P(), BY_PAGE, BY_PAGE, axis_name="s"

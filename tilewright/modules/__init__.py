@@ -59,6 +59,7 @@ from tilewright.modules.serving import (
     ragged_page_attention,
     rope_update_pages,
     sample,
+    shared_prefix_page_attention,
     unified_attention,
     update_pages,
 )
@@ -128,6 +129,7 @@ __all__ = [
     "rope_update_pages",
     "router_z_loss",
     "sample",
+    "shared_prefix_page_attention",
     "top_k_router",
     "unified_attention",
     "unpermute",

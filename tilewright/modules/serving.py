@@ -25,6 +25,7 @@ from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedP
 from tilewright.kernels.paged_attention.ops.rope_update_pages import RopeUpdatePages, rope_update_pages
 from tilewright.kernels.paged_attention.ops.unified_attention import UnifiedAttention, unified_attention
 from tilewright.kernels.paged_attention.ops.update_pages import UpdatePages, update_pages
+from tilewright.kernels.paged_attention.shared_prefix import shared_prefix_page_attention
 from tilewright.kernels.sampling.ops.linear_sample import LinearSample, linear_sample
 from tilewright.kernels.sampling.ops.sample import Sample, sample
 
@@ -53,6 +54,7 @@ __all__ = [
     "ragged_page_attention",
     "rope_update_pages",
     "sample",
+    "shared_prefix_page_attention",
     "unified_attention",
     "update_pages",
 ]

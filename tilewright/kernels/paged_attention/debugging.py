@@ -24,6 +24,7 @@ def report(
     tokens: int,
     q_length: int | None,
     writes: bool,
+    by_place: bool = True,
 ) -> None:
     """Logs an ERROR, when a call runs, for data that the call clamps, masks or drops.
 
@@ -37,8 +38,9 @@ def report(
     def look(**values: Any) -> None:
         numbers = {name: np.asarray(value) for name, value in values.items()}
         found = faults(
-            **numbers, num_pages=num_pages, page_size=page_size, tokens=tokens, q_length=q_length, writes=writes
-        )
+            **numbers, num_pages=num_pages, page_size=page_size, tokens=tokens, q_length=q_length, writes=writes,
+            by_place=by_place,
+        )  # fmt: skip
         for each in found:
             logger.error("%s: %s", op, each)
 
@@ -53,10 +55,11 @@ def faults(
     tokens: int,
     q_length: int | None,
     writes: bool,
+    by_place: bool = True,
     page_table: np.ndarray | None = None,
     cum_q_lens: np.ndarray | None = None,
 ) -> list[str]:
-    """The faults in the data of a call, one sentence for each kind."""
+    """The faults in the data of a call, one sentence for each kind; ``by_place``: masks depend on a query's place."""
     columns = 1 if page_table is None else page_table.shape[1]
     capacity = columns * page_size
     found = [
@@ -71,7 +74,7 @@ def faults(
         counts = np.diff(np.clip(np.maximum.accumulate(cum), 0, tokens))
         found.append(fault("cum_q_lens", cum, np.append(False, np.diff(cum) < 0), "is less than the boundary before"))
         found.append(fault("cum_q_lens", cum, (cum < 0) | (cum > tokens), f"is not within the {tokens} tokens"))
-    if cum_q_lens is not None or writes:
+    if (cum_q_lens is not None and by_place) or writes:
         found.append(fault("kv_lengths", kv_lengths, lengths < counts, "is less than the sequence's new tokens"))
     if page_table is not None:
         used = np.arange(columns) * page_size < lengths[:, None]

@@ -108,6 +108,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
             tokens=packed.shape[0],
             q_length=q_length,
             writes=new is not None,
+            by_place=(left, right) != (None, None) or bits is not None,
         )
         sinks = given["softmax_aux"]
         return PagedInputs(
