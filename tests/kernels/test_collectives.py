@@ -29,6 +29,7 @@ from tilewright.modules import (
     linear_cross_entropy,
     linear_kl_divergence,
     linear_log_probs,
+    linear_sample,
     matmul,
     matmul_reduce_scatter,
     mla_decode,
@@ -37,6 +38,7 @@ from tilewright.modules import (
     rms_norm,
     rope,
     rope_update_pages,
+    sample,
     shared_prefix_page_attention,
     top_k_router,
     update_pages,
@@ -129,6 +131,10 @@ def causal(query: Any, key: Any, value: Any) -> Any:
 
 def split_loss(x: Any, weight: Any, labels: Any) -> Any:
     return linear_cross_entropy(x, weight, labels, axis_name="s")
+
+
+def drawn(x: Any, weight: Any) -> Any:
+    return linear_sample(x, weight, jax.random.key(0)), sample(x, jax.random.key(1), top_p=0.9)
 
 
 SEQUENCES, TABLE = 8, (8, 4)
@@ -264,6 +270,9 @@ CALLS = {
         latents, ((QUERY, P()), ((32, 8, 16), BY_PAGE)), out=P(), integers=(TABLE, (SEQUENCES,)), inference=True
     ),
     "`context_parallel_update_pages` | pages": writing(context_parallel_update_pages, BY_PAGE, P(), axis_name="s"),
+    "`sample`, `linear_sample` | rows": Split(
+        drawn, (((SEQUENCES, 32), P("s")), ((32, 64), P())), AxisType.Explicit, inference=True
+    ),
 }  # fmt: skip
 
 
