@@ -78,7 +78,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Number | np.generic)
 
 
-def _filled(value: Any, leading: tuple[int, ...]) -> Any:
+def _filled(value: object, leading: tuple[int, ...]) -> Any:
     """A number as an array of one for each row; anything else unchanged."""
     if not isinstance(value, float | int):
         return value

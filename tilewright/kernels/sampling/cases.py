@@ -1,7 +1,6 @@
 """Named calls of the functions that draw tokens, for tests, tuning and benchmarks."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +73,7 @@ def categorical(case: SampleCase) -> Peer | str:
     if (case.top_k, case.top_p, case.min_p) != (None, None, None) or case.return_log_probs or not case.temperature:
         return "draws from all tokens, without a log-probability"
 
-    def draw(logits: Any, key: Any, *, temperature: float, **_: Any) -> Any:
+    def draw(logits: jax.Array, key: jax.Array, *, temperature: float, **_: object) -> jax.Array:
         return jax.vmap(jax.random.categorical)(jax.random.wrap_key_data(key), logits / temperature)
 
     return draw
@@ -121,7 +120,9 @@ def logits_in_memory(case: LinearSampleCase) -> Peer | str:
     if case.logits_soft_cap or case.bias or not case.temperature:
         return "a plain matmul, and a temperature above 0"
 
-    def draw(x: Any, weight: Any, key: Any, *, temperature: float, vocab_first: bool, **_: Any) -> Any:
+    def draw(
+        x: jax.Array, weight: jax.Array, key: jax.Array, *, temperature: float, vocab_first: bool, **_: object
+    ) -> tuple[jax.Array, jax.Array]:
         logits = jnp.matmul(x, weight.T if vocab_first else weight, preferred_element_type=jnp.float32) / temperature
         tokens = jax.vmap(jax.random.categorical)(jax.random.wrap_key_data(key), logits)
         return tokens, jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], -1)[:, 0]

@@ -6,8 +6,6 @@ which is Gumbel-distributed: the token with the greatest ``logit / temperature +
 Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -31,7 +29,7 @@ def gumbel(key: jax.Array, index: jax.Array) -> jax.Array:
     return -jnp.log(-jnp.log1p(-u))
 
 
-def folded_keys(key: jax.Array, rows: Any) -> jax.Array:
+def folded_keys(key: jax.Array, rows: int) -> jax.Array:
     """The key of each of so many rows, ``uint32[rows, 2]``: those of ``jax.random.fold_in`` with the row's number."""
     row = jnp.arange(rows, dtype=jnp.uint32)
     return jnp.stack(threefry2x32((key[0], key[1]), (jnp.zeros_like(row), row)), axis=-1)

@@ -10,6 +10,9 @@ from tilewright.kernels.sampling.inputs import GROUP
 from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.limits import power_of_two
 
+type Maybe = jax.Array | None
+"""An operand, if the call has it."""
+
 
 def groups_of(vocab: int) -> int:
     """Groups of a row; the last one may reach beyond the vocabulary."""
@@ -42,16 +45,19 @@ def row_warps(groups: int) -> int:
     return min(max(power_of_two(groups) // 256, 1), 8)
 
 
-def best_of_rows(
-    found: tuple[jax.Array, ...], temperature: jax.Array | None, *, log_probs: bool
-) -> tuple[jax.Array, ...]:
+def or_absent(x: Maybe) -> jax.Array:
+    """An operand that a kernel does not read, if the call has none."""
+    return jnp.zeros((0,), jnp.float32) if x is None else x
+
+
+def best_of_rows(found: tuple[jax.Array, ...], temperature: Maybe, *, log_probs: bool) -> tuple[jax.Array, ...]:
     """The best token of each row from those of its groups, and with ``log_probs`` its log-probability."""
     from tilewright.kernels.sampling.triton import kernels
 
     rows, groups = found[0].shape
     drawn = launch(
         kernels.best_of_rows,
-        [*found, jnp.zeros((0,), jnp.float32) if temperature is None else temperature],
+        [*found, or_absent(temperature)],
         [struct(jnp.int32, rows), struct(jnp.float32, rows, is_used=log_probs)],
         grid=[rows],
         constants={

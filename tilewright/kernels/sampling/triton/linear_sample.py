@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,14 @@ from tilewright.kernels.op.backend import InferenceBackend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint, launch_reasons
 from tilewright.kernels.sampling.inputs import GROUP, Draw, LinearSampleInputs
-from tilewright.kernels.sampling.triton.launches import as_batch, best_of_rows, group_structs, groups_of
+from tilewright.kernels.sampling.triton.launches import (
+    Maybe,
+    as_batch,
+    best_of_rows,
+    group_structs,
+    groups_of,
+    or_absent,
+)
 from tilewright.kernels.triton import launch, unavailable
 from tilewright.kernels.triton.batching import over_batch
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
@@ -97,34 +104,40 @@ def _with_rows(tile: TritonTile, most: int) -> TritonTile:
     return dataclasses.replace(tile, rows=min(tile.rows, most), num_warps=warps)
 
 
-def _run(mapped: Any, shared: Any, inputs: LinearSampleInputs, tile: TritonTile) -> list[jax.Array]:
+def _run(
+    mapped: Sequence[Maybe], shared: Sequence[Maybe], inputs: LinearSampleInputs, tile: TritonTile
+) -> list[jax.Array]:
     """The tokens and their log-probabilities, ``[batch, rows]``."""
+    assert mapped[0] is not None
+    assert shared[0] is not None
+    batch = mapped[0].shape[:2]
     if shared[0].shape[0] > 1:  # each element of the batch has a matrix of its own
 
-        def one(arrays: Any) -> list[jax.Array]:
+        def one(arrays: tuple[Sequence[Maybe], Sequence[Maybe]]) -> list[jax.Array]:
             of_one, matrix = jax.tree.map(lambda x: x[None], arrays)
             return [x[0] for x in _run(of_one, matrix, inputs, tile)]
 
         every: list[jax.Array] = jax.lax.map(one, (mapped, shared))
         return every
+    x, key, temperature = (None if each is None else each.reshape(-1, *each.shape[2:]) for each in mapped)
+    weight, bias = (None if each is None else each[0] for each in shared)
+    rows = inputs.replace(x=x, key=key, temperature=temperature, weight=weight, bias=bias)
+    return [each.reshape(batch) for each in _draw(rows, tile)]
+
+
+def _draw(inputs: LinearSampleInputs, tile: TritonTile) -> tuple[jax.Array, ...]:
     from tilewright.kernels.sampling.triton import linear_kernels
 
-    batch = mapped[0].shape[:2]
-    x, key, temperature = (None if x is None else x.reshape(-1, *x.shape[2:]) for x in mapped)
-    weight, bias = (None if x is None else x[0] for x in shared)
-    absent = jnp.zeros((0,), jnp.float32)
-    assert x is not None
-    (rows, d), vocab = x.shape, inputs.vocab
+    d, vocab, rows, bias = inputs.d, inputs.vocab, inputs.rows, inputs.bias
     row_tiles, groups = -(-rows // tile.rows), groups_of(vocab)
-    depth = min(tile.depth, power_of_two(d, MIN_DOT))
     found = launch(
         linear_kernels.best_of_tiles,
         [
-            x,
-            weight,
-            absent if bias is None else bias.astype(jnp.float32),
-            key,
-            absent if temperature is None else temperature,
+            inputs.x,
+            inputs.weight,
+            or_absent(None if bias is None else bias.astype(jnp.float32)),
+            inputs.key,
+            or_absent(inputs.temperature),
         ],
         group_structs(rows, groups, draws=True, mass=True),
         grid=[row_tiles * -(-vocab // tile.columns)],
@@ -136,15 +149,15 @@ def _run(mapped: Any, shared: Any, inputs: LinearSampleInputs, tile: TritonTile)
             "VOCAB_STRIDE": d if inputs.vocab_first else 1,
             "BIAS": bias is not None,
             "CAP": inputs.logits_soft_cap or 0.0,
-            "HAS_TEMPERATURE": temperature is not None,
+            "HAS_TEMPERATURE": inputs.temperature is not None,
             "GROUPS": groups,
             "BLOCK_ROWS": tile.rows,
             "BLOCK_V": tile.columns,
-            "BLOCK_K": depth,
+            "BLOCK_K": min(tile.depth, power_of_two(d, MIN_DOT)),
             "TOGETHER": TOGETHER,
             "PRECISION": tl_precision(),
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return [each.reshape(batch) for each in best_of_rows(found, temperature, log_probs=True)]
+    return best_of_rows(found, inputs.temperature, log_probs=True)

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,12 @@ from tilewright.kernels.op.backend import InferenceBackend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.sampling.inputs import GROUP, Draw, SampleInputs
 from tilewright.kernels.sampling.triton.launches import (
+    Maybe,
     as_batch,
     best_of_rows,
     group_structs,
     groups_of,
+    or_absent,
     row_warps,
     struct,
 )
@@ -105,60 +107,59 @@ class TritonSample(InferenceBackend[SampleInputs, Draw, TritonSampleParams]):
         return Draw(found[0], found[1] if inputs.return_log_probs else None)
 
 
-def _run(mapped: Any, _: None, params: TritonSampleParams, log_probs: bool) -> list[jax.Array]:
+def _run(mapped: Sequence[Maybe], _: None, params: TritonSampleParams, log_probs: bool) -> list[jax.Array]:
     """The tokens, and with ``log_probs`` their log-probabilities, both ``[batch, rows]``."""
-    batch = mapped[0].shape[:2]
-    arrays = [None if x is None else x.reshape(-1, *x.shape[2:]) for x in mapped]
-    draw = _limited_draw if any(x is not None for x in arrays[3:]) else _draw
-    return [x.reshape(batch) for x in draw(arrays, params, log_probs)]
+    logits, key, temperature, top_k, top_p, min_p = (None if x is None else x.reshape(-1, *x.shape[2:]) for x in mapped)
+    assert mapped[0] is not None
+    assert logits is not None
+    assert key is not None
+    inputs = SampleInputs(logits, key, temperature, top_k, top_p, min_p, return_log_probs=log_probs)
+    draw = _limited_draw if inputs.is_limited else _draw
+    return [x.reshape(mapped[0].shape[:2]) for x in draw(inputs, params)]
 
 
-def _groups(arrays: Any, params: TritonSampleParams, *, draws: bool, mass: bool) -> tuple[jax.Array, ...]:
+def _groups(inputs: SampleInputs, params: TritonSampleParams, *, draws: bool, mass: bool) -> tuple[jax.Array, ...]:
     """The first pass: the largest logit of each group of tokens, and with ``draws`` its best token."""
     from tilewright.kernels.sampling.triton import kernels
 
-    logits, key, temperature = arrays[:3]
-    (rows, vocab), groups = logits.shape, groups_of(logits.shape[1])
+    groups = groups_of(inputs.vocab)
     chunks = -(-groups // params.groups)
     return launch(
         kernels.best_tokens,
-        [logits, key, _or_absent(temperature)],
-        group_structs(rows, groups, draws=draws, mass=mass),
-        grid=[rows * chunks],
+        [inputs.logits, inputs.key, or_absent(inputs.temperature)],
+        group_structs(inputs.rows, groups, draws=draws, mass=mass),
+        grid=[inputs.rows * chunks],
         scalars={"chunks": chunks},
-        constants={
-            "VOCAB": vocab,
-            "GROUPS": groups,
-            "HAS_TEMPERATURE": temperature is not None,
-            "DRAWS": draws,
-            "MASS": mass,
-            "BLOCK": params.groups,
-        },
+        constants={**_constants(inputs), "DRAWS": draws, "MASS": mass, "BLOCK": params.groups},
         num_warps=params.num_warps,
         num_stages=1,
     )
 
 
-def _draw(arrays: Any, params: TritonSampleParams, log_probs: bool) -> tuple[jax.Array, ...]:
-    found = _groups(arrays, params, draws=True, mass=log_probs)
-    return best_of_rows(found, arrays[2], log_probs=log_probs)
+def _constants(inputs: SampleInputs) -> dict[str, int]:
+    return {
+        "VOCAB": inputs.vocab,
+        "GROUPS": groups_of(inputs.vocab),
+        "HAS_TEMPERATURE": inputs.temperature is not None,
+    }
 
 
-def _limited_draw(arrays: Any, params: TritonSampleParams, log_probs: bool) -> tuple[jax.Array, ...]:
+def _draw(inputs: SampleInputs, params: TritonSampleParams) -> tuple[jax.Array, ...]:
+    found = _groups(inputs, params, draws=True, mass=inputs.return_log_probs)
+    return best_of_rows(found, inputs.temperature, log_probs=inputs.return_log_probs)
+
+
+def _limited_draw(inputs: SampleInputs, params: TritonSampleParams) -> tuple[jax.Array, ...]:
     from tilewright.kernels.sampling.triton import kernels
 
-    logits, key, temperature, top_k, top_p, min_p = arrays
-    (rows, vocab), groups = logits.shape, groups_of(logits.shape[1])
-    top, *_, mass = _groups(arrays, params, draws=False, mass=top_p is not None)
-    options = [_or_absent(x) for x in (temperature, top_k, top_p, min_p)]
-    constants = {
-        "VOCAB": vocab,
-        "GROUPS": groups,
-        "HAS_TEMPERATURE": temperature is not None,
-        "HAS_K": top_k is not None,
-        "HAS_P": top_p is not None,
-        "HAS_MIN_P": min_p is not None,
-        "LOG_PROBS": log_probs,
+    rows, groups, has_p = inputs.rows, groups_of(inputs.vocab), inputs.top_p is not None
+    top, *_, mass = _groups(inputs, params, draws=False, mass=has_p)
+    options = [or_absent(x) for x in (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)]
+    constants = _constants(inputs) | {
+        "HAS_K": inputs.top_k is not None,
+        "HAS_P": has_p,
+        "HAS_MIN_P": inputs.min_p is not None,
+        "LOG_PROBS": inputs.return_log_probs,
     }
     chosen = launch(
         kernels.chosen_groups,
@@ -167,7 +168,7 @@ def _limited_draw(arrays: Any, params: TritonSampleParams, log_probs: bool) -> t
             struct(jnp.int32, rows, groups),
             struct(jnp.int32, rows),
             struct(jnp.uint32, rows),
-            struct(jnp.float32, rows, is_used=top_p is not None),
+            struct(jnp.float32, rows, is_used=has_p),
         ],
         grid=[rows],
         constants=constants | {"BLOCK": power_of_two(groups)},
@@ -176,15 +177,11 @@ def _limited_draw(arrays: Any, params: TritonSampleParams, log_probs: bool) -> t
     )
     drawn = launch(
         kernels.limited_draw,
-        [logits, key, *options, *chosen],
-        [struct(jnp.int32, rows), struct(jnp.float32, rows, is_used=log_probs)],
+        [inputs.logits, inputs.key, *options, *chosen],
+        [struct(jnp.int32, rows), struct(jnp.float32, rows, is_used=inputs.return_log_probs)],
         grid=[rows],
         constants=constants | {"BLOCK": params.chosen_groups},
         num_warps=params.row_warps,
         num_stages=1,
     )
-    return drawn[: 1 + log_probs]
-
-
-def _or_absent(x: jax.Array | None) -> jax.Array:
-    return jnp.zeros((0,), jnp.float32) if x is None else x
+    return drawn[: 1 + inputs.return_log_probs]

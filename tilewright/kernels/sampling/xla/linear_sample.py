@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ class XlaLinearSample(InferenceBackend[LinearSampleInputs, Draw, XlaLinearSample
         head = Head(inputs.weight, inputs.bias, axis, inputs.logits_soft_cap, wide)
         size = params.block_vocab
 
-        def groups(begin: Any, width: int) -> Groups:
+        def groups(begin: jax.Array, width: int) -> Groups:
             classes = begin + jnp.arange(width, dtype=jnp.int32)
             logits = block_logits(head, Block(begin, begin, classes, None), inputs.x)
             return best_of_groups(without_nan(logits), begin, inputs.key, slope, greedy)
@@ -77,11 +77,12 @@ class XlaLinearSample(InferenceBackend[LinearSampleInputs, Draw, XlaLinearSample
         return best_group(every, slope, greedy, log_probs=True)
 
 
-def _over_blocks(groups: Any, inputs: LinearSampleInputs, size: int, count: int) -> Groups:
+def _over_blocks(
+    groups: Callable[[jax.Array, int], Groups], inputs: LinearSampleInputs, size: int, count: int
+) -> Groups:
     """The groups of so many blocks, one block after another."""
     if count == 1:
-        found: Groups = groups(jnp.int32(0), size)
-        return found
+        return groups(jnp.int32(0), size)
     shape = (*inputs.leading, count * size // GROUP)
     dtypes = ("uint32", "float32", "int32", "float32", "float32")
     zeros = vary_over(varying_axes(inputs), Groups(*(jnp.zeros(shape, dtype) for dtype in dtypes)))
