@@ -535,9 +535,7 @@ EVERY = (
         spills=packed_spills,
     ),
     Shipped("top_k_router", TritonRouter(), ROUTERS, EVERY_CARD, tuned=("qwen3", "odd groups")),
-    Shipped(
-        "linear_sample", TritonLinearSample(), LINEAR_SAMPLES, EVERY_CARD, ("forward",), tuned=("llama", "512_rows")
-    ),
+    Shipped("linear_sample", TritonLinearSample(), LINEAR_SAMPLES, EVERY_CARD, ("forward",), tuned=("llama",)),
     Shipped("sample", TritonSample(), SAMPLES, EVERY_CARD, ("forward",), tuned=("all", "top_k_top_p", "every limit")),
     *(
         Shipped(

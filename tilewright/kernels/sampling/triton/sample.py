@@ -86,7 +86,9 @@ class TritonSample(InferenceBackend[SampleInputs, Draw, TritonSampleParams]):
         tiles = [(32, 8), (16, 4), (32, 4), (64, 8), (16, 8), (8, 4)]
         if inputs.rows * groups < 64 * max(device.cores, 1):
             tiles = [(8, 4), (16, 4), (16, 8), (32, 8)]
-        draws = [(64, 16), (64, 8), (32, 16)] if inputs.is_limited else [(64, 16)]
+        # Of counts alone 16 warps are given too few registers by ptxas.
+        draws = [(64, 8), (64, 16), (32, 16)] if inputs.top_p is None else [(64, 16), (64, 8), (32, 16)]
+        draws = draws if inputs.is_limited else draws[:1]
         listed = [(*tile, *draws[0]) for tile in tiles] + [(*tiles[0], *draw) for draw in draws[1:]]
         found = (TritonSampleParams(min(a, most), b, min(c, most), d) for a, b, c, d in listed)
         return list(dict.fromkeys(found))
