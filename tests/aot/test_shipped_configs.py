@@ -345,6 +345,8 @@ def copies_overlap(compilation: Compilation, reports: Any) -> bool:
 
 def packed_spills(compilation: Compilation) -> int:
     """Bytes. What a CTA needs from item to item is spilled around an item, not in its steps."""
+    if compilation.call.startswith("trees") and compilation.params.items == 16:
+        return 80
     return 16 if compilation.call in FEW_HEADS and compilation.params.items == 1 else 64
 
 
@@ -528,6 +530,8 @@ EVERY = (
                 "a window": {"sliding_window": 200},
                 "a window, large pages": {"sliding_window": 200, "page_size": 256},
                 "negative scale": {"softmax_scale": -1.0},
+                "trees": {"q_lengths": (16,), "tree": True},
+                "trees, a window": {"q_lengths": (16,), "tree": True, "page_size": 64, "sliding_window": 200},
                 **FEW_HEADS,
             },
         ),

@@ -256,6 +256,20 @@ def test_many_packed_sequences_on_hopper(backend: Backend, fields: dict[str, Any
 
 
 @needs_hopper
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"q_lengths": (16,)}, {"q_lengths": (64, 3, 40)}, {"head_dim": 64}, {"sliding_window": 700}, {"heads": 40},
+        {"sequences": 64, "q_lengths": (8, 1, 100)},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+def test_trees_on_hopper(page_size: int, fields: dict[str, Any]) -> None:
+    check_and_repeat(PallasGpuPackedAttention(), packed_inputs(page_size=page_size, tree=True, **fields), 20)
+
+
+@needs_hopper
 @pytest.mark.parametrize("offset", [-40.0, 40.0])
 @PACKED_BACKENDS
 def test_logits_that_are_all_far_from_zero(backend: Backend, offset: float) -> None:

@@ -32,12 +32,16 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         ({"logits_soft_cap": 20.0}, ["logits_soft_cap=20.0"]),
         ({"alibi": True}, ["alibi_slopes"]),
         ({"sinks": 1}, ["softmax_aux"]),
-        ({"tree": True}, ["tree_mask"]),
     ],
 )
 def test_reasons(backend: Backend, fields: dict[str, Any], reasons: list[str]):
     found = backend.not_supported_reasons(packed_structs(**fields), H100, "forward")
     assert all(reason in why for reason, why in zip(reasons, found, strict=True)), found
+
+
+def test_trees_are_for_pallas(backend: Backend):
+    found = backend.not_supported_reasons(packed_structs(tree=True), H100, "forward")
+    assert found == (["does not serve tree_mask"] if backend.name == "cuda" else [])
 
 
 def test_reasons_of_devices_directions_and_calls(backend: Backend):

@@ -17,6 +17,7 @@ m, l    running max of the logits in base 2, and sum of P    [64] float32       
 alpha   exp2(m before the step − m): rescales l and O        [64] float32           registers
 O       PV, summed over the steps                            [64, dim] float32      registers, accumulator of PV
 bits    which of a block's pages are in the page table       one bit for each page  global memory, a scalar for a step
+tree    which new tokens a row sees, if there is a mask      words of 32 keys       global memory, of `tree_rows`
 ======  ===================================================  =====================  ==================================
 
 One item of T steps; time runs to the right, and what stands below each other overlaps (Shah et al., "FlashAttention-3",
@@ -48,7 +49,6 @@ from jax import lax
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
-from tilewright.kernels.hopper.limits import NARROW_REGISTERS, REGISTERS, RegisterSplit
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.softmax import (
     AttentionResults,
@@ -60,12 +60,13 @@ from tilewright.kernels.hopper.softmax import (
     row_lse,
     split_scale,
 )
-from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, store_unoptimised, tile_layout
+from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, row_layout, store_unoptimised, tile_layout
 from tilewright.kernels.hopper.turns import Turns
 from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.paged_attention.hopper.packed_work import (
     CONSUMERS,
     FIELDS,
+    WORD,
     ChunkCall,
     ChunkPlan,
     ChunkScratch,
@@ -89,6 +90,7 @@ class ChunkOperands[Operand](NamedTuple):
     table: Operand
     bits: Operand
     work: Operand
+    tree: Operand | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -228,17 +230,12 @@ def for_each_item(kernel: ChunkKernel, role: Callable[[ChunkContext], None]) -> 
     lax.fori_loop(0, count, one, (jnp.int32(0), jnp.int32(0)))
 
 
-def register_split(dim: int) -> RegisterSplit:
-    """Registers of the warpgroups: consumers of narrow heads need few, and leave them to the producer."""
-    return NARROW_REGISTERS if dim <= 64 else REGISTERS[CONSUMERS]
-
-
 # The producer.
 
 
 def run_producer(kernel: ChunkKernel) -> None:
     """Loads Q, K and V of all items of this CTA, and gives the first turn to consumer 0."""
-    plgpu.set_max_registers(register_split(kernel.plan.dim).producer, action="decrease")
+    plgpu.set_max_registers(kernel.plan.registers.producer, action="decrease")
     if kernel.call.ping_pong:
         kernel.scratch.turns.begin()
     for_each_item(kernel, produce_item)
@@ -288,7 +285,7 @@ def load_block(ctx: ChunkContext, ring: Ring, ref: Ref, step: Scalar) -> None:
 
 def run_consumer(kernel: ChunkKernel) -> None:
     """Computes this warpgroup's rows of all items of this CTA."""
-    plgpu.set_max_registers(register_split(kernel.plan.dim).consumer, action="increase")
+    plgpu.set_max_registers(kernel.plan.registers.consumer, action="increase")
     for_each_item(kernel, consume_item)
     # TMA must have read the last output before the CTA exits.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -434,11 +431,31 @@ def visible(ctx: ChunkContext, step: Scalar, bits: jax.Array) -> jax.Array:
     row = lax.rem(iota(ROWS, 0), jnp.int32(call.tokens)) + (
         ctx.warpgroup * call.tokens + (work.position - ctx.first_key(work, step))
     )
-    right = FAR if call.right is None else call.right
-    mask = key < across(jnp.minimum(row + (right + 1), end), block_k)
+    mask = key < across(jnp.minimum(row + ((FAR if call.right is None else call.right) + 1), end), block_k)
     if call.left is not None:
         mask &= key >= across(jnp.maximum(row - call.left, work.low - ctx.first_key(work, step)), block_k)
+    if call.mask_words:
+        mask &= tree_visible(ctx, step)
     return mask
+
+
+def tree_visible(ctx: ChunkContext, step: Scalar) -> jax.Array:
+    """The bits of a step of ``tree_mask``, ``[64, block_k]``, True for what was in the cache before."""
+    call, block_k, work = ctx.call, ctx.call.block_k, ctx.work_again()
+    assert ctx.operands.tree is not None
+    column = iota(block_k, 1)
+    chunk, bit = column >> 5, lax.broadcast_in_dim(column & 31, (ROWS, block_k), [1])
+    first = lax.div(ctx.first_key(work, step), jnp.int32(WORD)) - call.first_word(work)
+    seen = jnp.zeros((ROWS, block_k), jnp.int32)
+    for number in range(block_k // WORD):
+        index = first + number
+        inside = lax.clamp(jnp.int32(0), index, jnp.int32(call.mask_words - 1))
+        words = plgpu.load(ctx.operands.tree.at[work.tile, ctx.warpgroup, inside], layout=row_layout(), optimized=False)
+        # Before the words all keys are those of the cache, and behind them none has a bit.
+        words = (words & jnp.where(index == inside, -1, 0)) | jnp.where(index < 0, -1, 0)
+        is_number = lax.broadcast_in_dim(chunk == number, (ROWS, block_k), [1])
+        seen = jnp.where(is_number, across(words, block_k), seen)
+    return (lax.shift_right_logical(seen, bit) & 1) == 1
 
 
 def iota(size: int, axis: int) -> jax.Array:
@@ -539,6 +556,7 @@ def chunk_kernel(
     table: jax.Array,
     bits: jax.Array,
     work: jax.Array,
+    tree: jax.Array | None = None,
     *,
     call: ChunkCall,
 ) -> AttentionResults[jax.Array]:
@@ -551,6 +569,7 @@ def chunk_kernel(
       key, value: ``[num_pages, page_size, kv_heads, dim]``.
       table, bits: of `present_pages`.
       work: of `ordered_work`.
+      tree: of `tree_rows`, if there is a mask.
     """
     plan = call.plan(query.dtype, query.shape[2])
 
@@ -563,7 +582,7 @@ def chunk_kernel(
         pl.when(warpgroup < CONSUMERS)(lambda: run_consumer(kernel))
         pl.when(warpgroup == CONSUMERS)(lambda: run_producer(kernel))
 
-    operands = ChunkOperands[object](query, key, value, table, bits, work)
+    operands = ChunkOperands[object](query, key, value, table, bits, work, tree)
     results = AttentionResults(
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((call.tiles, call.kv_heads, CONSUMERS, ROWS), jnp.float32),

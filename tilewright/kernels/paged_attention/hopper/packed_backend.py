@@ -11,7 +11,14 @@ from tilewright.kernels.op.backend import InferenceBackend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.paged_attention.hopper.packed import chunk_kernel
-from tilewright.kernels.paged_attention.hopper.packed_work import CONSUMERS, ChunkCall, ordered_work, present_pages
+from tilewright.kernels.paged_attention.hopper.packed_work import (
+    CONSUMERS,
+    ChunkCall,
+    ordered_work,
+    present_pages,
+    tile_work,
+    tree_rows,
+)
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.packed import SERVES, is_deprioritized, packed_reasons
 from tilewright.kernels.paged_attention.results import Results, empty_forward, run_with_sequential_vmap
@@ -67,7 +74,7 @@ class PallasGpuPackedAttention(InferenceBackend[PagedInputs, Results, HopperChun
     platform: ClassVar[Platform] = Platform.PALLAS
     keeps_lowering: ClassVar[bool] = True
     forward_params: ClassVar[type] = HopperChunkParams
-    serves: ClassVar[frozenset[str]] = SERVES
+    serves: ClassVar[frozenset[str]] = SERVES | {"tree_mask"}
 
     def forward_reasons(self, inputs: PagedInputs, device: Device) -> list[str]:
         return packed_reasons(inputs, device)
@@ -122,6 +129,8 @@ def _call(inputs: PagedInputs, params: HopperChunkParams) -> ChunkCall:
         ping_pong=params.ping_pong,
         num_sms=num_sms(current_device()),
         items_of_program=params.items,
+        # One more than the tokens have: what was in the cache before ends within a word.
+        mask_words=0 if inputs.tree_mask is None else inputs.tree_mask.shape[1] + 1,
     )
     tiles = max_tiles(inputs.tokens, inputs.sequences + 2, CONSUMERS * call.tokens)
     return dataclasses.replace(call, tiles=tiles)
@@ -137,10 +146,15 @@ def _run(inputs: PagedInputs, params: HopperChunkParams) -> Results:
     each = CONSUMERS * call.tokens
     plan, starts = packed_tiles(cum, lengths, tokens, each)
     of_tiles = lengths[plan.sequence]
+    first_new = None if inputs.tree_mask is None else plan.position - (plan.token - cum[plan.sequence])
     plan = plan._replace(sequence=jnp.clip(plan.sequence - 1, 0, sequences - 1))
     table, bits = present_pages(inputs.page_table, inputs.num_pages, call)
-    work = ordered_work(plan, of_tiles, call)
-    out, lse = chunk_kernel(inputs.query, inputs.key, inputs.value, table, bits, work, call=call)
+    work = tile_work(plan, of_tiles, call, first_new)
+    tree = None
+    if inputs.tree_mask is not None and first_new is not None:
+        tree = tree_rows(inputs.tree_mask, work, first_new, call)
+    operands = inputs.query, inputs.key, inputs.value, table, bits, ordered_work(work, call)
+    out, lse = chunk_kernel(*operands, tree, call=call)
 
     # XLA removes this if lse is unused.
     owners = packed_tokens(cum, tokens, sequences + 2, None)

@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
+from tilewright.kernels.hopper.limits import NARROW_REGISTERS, REGISTERS, RegisterSplit
 from tilewright.kernels.hopper.ring import RingPart, RingPlan
 from tilewright.kernels.hopper.schedule import Rounds
 from tilewright.kernels.hopper.shared import SharedTile
@@ -32,6 +33,9 @@ RESERVED = 2080
 
 TILES_AT_ONCE = 48
 """Tiles of a key head that are started before those of the next one: they find its K and V in the L2 cache."""
+
+WORD = 32
+"""Bits of a word of ``tree_mask``."""
 
 TILE_OVERHEAD = 2
 """Cost of a tile besides its steps, in steps."""
@@ -86,6 +90,11 @@ class ChunkPlan:
         return RingPlan((part,), self.num_stages, CONSUMERS)
 
     @property
+    def registers(self) -> RegisterSplit:
+        """Registers of the warpgroups: consumers of narrow heads need few, and leave them to the producer."""
+        return NARROW_REGISTERS if self.dim <= 64 else REGISTERS[CONSUMERS]
+
+    @property
     def queries(self) -> SharedTile:
         return SharedTile((BLOCK_ROWS, self.dim), self.dtype)
 
@@ -121,6 +130,7 @@ class ChunkCall:
       ping_pong: whether the consumers take turns to issue MMAs.
       num_sms: CTAs that run at a time.
       items_of_program: the most items of a CTA.
+      mask_words: words of a row in `tree_rows`; 0 without a ``tree_mask``.
     """
 
     tiles: int
@@ -136,6 +146,7 @@ class ChunkCall:
     ping_pong: bool
     num_sms: int
     items_of_program: int
+    mask_words: int = 0
 
     @property
     def tokens(self) -> int:
@@ -186,6 +197,10 @@ class ChunkCall:
         """Blocks of keys of a sequence."""
         return self.capacity // self.block_k
 
+    def first_word(self, work: "TileWork") -> jax.Array:
+        """The place of a row's first word among those of all keys: behind the tokens that were in the cache before."""
+        return lax.div(work.all_high, jnp.int32(WORD))
+
     def plan(self, dtype: DTypeLike, dim: int) -> ChunkPlan:
         return ChunkPlan(dtype, dim, self.block_k, self.num_stages, self.pages_per_block, CONSUMERS * self.group)
 
@@ -228,15 +243,12 @@ class TileWork:
 FIELDS = len(dataclasses.fields(TileWork))
 
 
-def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Array:
-    """A `TileWork` of ``order_length`` tiles, flat, in the order in which they are started.
-
-    The costliest tiles come first. Those that fill one consumer and those that fill two are interleaved, so that at any
-    time the same share of each kind's total cost has been started: tiles of one consumer are bound by memory bandwidth,
-    those of two by the tensor cores.
+def tile_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall, first_new: jax.Array | None = None) -> TileWork:
+    """The tiles of a plan and the keys that they see.
 
     Args:
       lengths: lengths of the sequences of the plan's tiles, ``[tiles]``.
+      first_new: positions of the first new tokens of these sequences, if there is a ``tree_mask``.
     """
     # Lengths come from the device: what lies beyond the page table, or is negative, must not be addressed.
     length = jnp.clip(lengths, 0, min(call.capacity, FAR))
@@ -244,6 +256,8 @@ def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Arr
     if call.right is not None:
         high = jnp.clip(plan.position + plan.rows + call.right, 0, length)
         all_high = jnp.clip(plan.position + (call.right + 1), 0, length)
+    if first_new is not None:
+        all_high = jnp.clip(first_new, 0, length)
     if call.left is not None:
         low = jnp.clip(plan.position - call.left, 0, length)
         all_low = jnp.clip(plan.position + plan.rows - (call.left + 1), 0, length)
@@ -251,8 +265,46 @@ def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Arr
     no_keys = high <= low
     low, high, written = (jnp.where(no_keys, 0, x) for x in (low, high, length))
     number = jnp.arange(call.tiles, dtype=jnp.int32)
-    work = TileWork(number, plan.sequence, plan.token, plan.rows, plan.position, low, high, all_low, all_high, written)
-    cost = jnp.where(plan.rows > 0, work.total(call) + TILE_OVERHEAD, 0)
+    return TileWork(number, plan.sequence, plan.token, plan.rows, plan.position, low, high, all_low, all_high, written)
+
+
+def tree_rows(tree_mask: jax.Array, work: TileWork, first_new: jax.Array, call: ChunkCall) -> jax.Array:
+    """The words of ``tree_mask`` for each row of a tile, shifted so that a word has the bits of 32 aligned keys.
+
+    Returns:
+      int32 ``[tiles, CONSUMERS, mask_words, 64]``, of keys from 32 · ``call.first_word`` on; those before the new
+      tokens have ones.
+    """
+    rows = jnp.arange(BLOCK_ROWS, dtype=jnp.int32)
+    token = rows // ROWS * call.tokens + rows % ROWS % call.tokens
+    token = jnp.clip(work.token[:, None] + token, 0, tree_mask.shape[0] - 1)
+    # The index among the new tokens of the first bit of each word.
+    index = call.first_word(work)[:, None] * WORD - first_new[:, None]
+    index = index + WORD * jnp.arange(call.mask_words, dtype=jnp.int32)
+
+    def words(place: jax.Array) -> jax.Array:
+        exists = (place >= 0) & (place < tree_mask.shape[1])
+        found = tree_mask[token[:, None, :], jnp.clip(place, 0, tree_mask.shape[1] - 1)[:, :, None]]
+        return jnp.where(exists[:, :, None], found, 0)
+
+    shift = (index % WORD).astype(jnp.uint32)[:, :, None]
+    low, high = words(index // WORD), words(index // WORD + 1)
+    shifted = jnp.where(shift == 0, low, (low >> shift) | (high << (WORD - shift)))
+    before = jnp.clip(-index, 0, WORD).astype(jnp.uint32)[:, :, None]
+    ones = jnp.where(before == WORD, jnp.uint32(0xFFFFFFFF), (jnp.uint32(1) << before) - 1)
+    found = lax.bitcast_convert_type(shifted | ones, jnp.int32)
+    return jnp.swapaxes(found.reshape(call.tiles, call.mask_words, CONSUMERS, ROWS), 1, 2)
+
+
+def ordered_work(work: TileWork, call: ChunkCall) -> jax.Array:
+    """A `TileWork` of ``order_length`` tiles, flat, in the order in which they are started.
+
+    The costliest tiles come first. Those that fill one consumer and those that fill two are interleaved, so that at any
+    time the same share of each kind's total cost has been started: tiles of one consumer are bound by memory bandwidth,
+    those of two by the tensor cores.
+    """
+    number = work.tile
+    cost = jnp.where(work.tokens > 0, work.total(call) + TILE_OVERHEAD, 0)
 
     def before(key: jax.Array) -> jax.Array:
         """``[tiles, tiles]``, True where the second tile comes before the first: a smaller key first."""
@@ -260,11 +312,11 @@ def ordered_work(plan: TilePlan, lengths: jax.Array, call: ChunkCall) -> jax.Arr
 
     # Tiles of both kinds are ordered by the share of their kind's cost that starts before them; those without tokens
     # are last. Ranks by comparing all tiles with all: sorting takes a GPU longer.
-    short = plan.rows <= call.tokens
+    short = work.tokens <= call.tokens
     same_kind = short[None] == short[:, None]
     started, total = (jnp.where(which & same_kind, cost, 0).sum(axis=1) for which in (before(-cost), True))
     # 2 sorts after every share, which is below 1.
-    share = jnp.where(plan.rows > 0, started / jnp.maximum(total, 1), 2.0)
+    share = jnp.where(work.tokens > 0, started / jnp.maximum(total, 1), 2.0)
     rank = before(share).sum(axis=1, dtype=jnp.int32)
     fields = jnp.stack([getattr(work, field.name) for field in dataclasses.fields(TileWork)])
     ordered = jnp.zeros((FIELDS, call.order_length), jnp.int32)
