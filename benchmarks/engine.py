@@ -2,8 +2,8 @@
 
 "decode": all slots at one length; milliseconds of a step by the wall clock and by the device's kernels, the share of
 this package's kernels, and the time that the bytes of weights and cache take at the rate of the better of a copy and a
-maximum by rows. "replay": requests of a recorded mix of lengths, which come as they came, or all at once; tokens per
-second, seconds to the first token and between tokens.
+maximum by rows. Then requests of a recorded mix of lengths, which come one by one as they did, but faster, or all at
+once: tokens per second, seconds to the first token and between tokens.
 ``python -m benchmarks.engine 8b``, or with names of models; ``--tiny`` is a check that it runs, on any device.
 """
 
@@ -44,10 +44,12 @@ class Arrival:
     answer: int
 
 
-def trace() -> list[Arrival]:
-    """The recorded requests."""
+def trace(speed: float) -> list[Arrival]:
+    """The recorded requests, which come faster by a factor."""
     rows = csv.DictReader(line for line in TRACE.read_text().splitlines() if not line.startswith("#"))
-    return [Arrival(float(row["seconds"]), int(row["prompt_tokens"]), int(row["answer_tokens"])) for row in rows]
+    return [
+        Arrival(float(row["seconds"]) / speed, int(row["prompt_tokens"]), int(row["answer_tokens"])) for row in rows
+    ]
 
 
 def read_rate() -> float:
@@ -159,7 +161,7 @@ def measured(name: str, model: Llama, config: EngineConfig, length: int, arrival
         f"bytes {1e3 * found['bytes_s']:.2f} ms, {found['share']:.2f}",
         flush=True,
     )
-    for label, at_once in (("as they came", False), ("at once", True)) if arrivals else ():
+    for label, at_once in (("one by one", False), ("at once", True)) if arrivals else ():
         data[label] = found = replay(engine, arrivals, at_once)
         first, between = found["first_token_s"], found["between_tokens_s"]
         print(
@@ -179,20 +181,21 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(LLAMAS))
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--scanned", action="store_true", help="layers are the body of a loop")
+    parser.add_argument("--speed", type=float, default=4.0, help="how much faster recorded requests come than they did")
     parser.add_argument("--decode-only", action="store_true", help="no recorded requests")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--name", default="engine")
     given = parser.parse_args()
     if given.tiny:
-        arrivals = [Arrival(each.seconds / 100, each.prompt // 64 + 1, each.answer // 64 + 1) for each in trace()]
+        arrivals = [Arrival(each.seconds, each.prompt // 64 + 1, each.answer // 64 + 1) for each in trace(100.0)]
         measured("tiny", TINY, EngineConfig(4, 16, 64, 256, 32), 32, arrivals)
         return
     data: dict[str, Any] = {}
     for name in given.models:
         model = dataclasses.replace(LLAMAS[name], scanned=given.scanned)
         config = EngineConfig(slots=64, page_size=16, num_pages=8192, longest=8192, chunk=2048)
-        data[name] = measured(name, model, config, given.length, [] if given.decode_only else trace())
-        file = record(given.name, {"models": data})
+        data[name] = measured(name, model, config, given.length, [] if given.decode_only else trace(given.speed))
+        file = record(given.name, {"speed": given.speed, "models": data})
     print(file)
 
 
