@@ -270,7 +270,7 @@ def limited_draw(
                 share = tl.maximum(p, 0.0) * total.to(tl.float32)
             found = _threshold(order, share, logits, chosen, row, number, top, slope, VOCAB, GROUPS, BLOCK, False)
             # The largest logit is kept whatever the goal is.
-            least = tl.maximum(least, tl.minimum(found, top))
+            least = tl.minimum(found, top)
     first_word, second_word = tl.load(key + 2 * row), tl.load(key + 2 * row + 1)
     best, token, logit = float("-inf"), 0, float("-inf")
     total = tl.full((), 0, tl.int64)

@@ -51,6 +51,6 @@ def _kept(inputs: SampleInputs, x: jax.Array, slope: jax.Array) -> jax.Array:
         goal = inputs.top_p * mass(weights, order >= threshold[..., None])
         # The largest logit is kept whatever the goal is.
         found = jnp.minimum(largest(lambda at: mass(weights, order >= at[..., None]) >= goal, top), top)
-        threshold = jnp.where(inputs.top_p < 1.0, jnp.maximum(threshold, found), threshold)
+        threshold = jnp.where(inputs.top_p < 1.0, found, threshold)
     kept = order >= threshold[..., None]
     return kept if inputs.min_p is None else kept & ~(weights < jnp.minimum(inputs.min_p, 1.0)[..., None])
