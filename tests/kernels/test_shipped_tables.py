@@ -151,7 +151,18 @@ def test_masks_have_stable_ids():
     assert [each for each in found if not inspect.isabstract(each) and id_of(each) is None] == []
 
 
-NEWER = ("_norm", "matmul", "glu", "_entropy", "_divergence", "rope", "_router", "moe_mlp", "permute", "rope_update_pages")
+NEWER = (
+    "_norm",
+    "matmul",
+    "glu",
+    "_entropy",
+    "_divergence",
+    "rope",
+    "_router",
+    "moe_mlp",
+    "permute",
+    "rope_update_pages",
+)
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if not op.endswith(NEWER)])

@@ -196,7 +196,11 @@ def chosen_groups(
         least = tl.where(is_greedy, highest, least)
     is_chosen = (order >= tl.minimum(least, highest)) & (order > EMPTY)
     if HAS_MIN_P:
-        is_chosen = is_chosen & ((weight < tl.minimum(tl.load(min_p + row), 1.0)) == 0)
+        is_ruled_out = weight < tl.minimum(tl.load(min_p + row), 1.0)
+        if HAS_K and HAS_P:
+            # These groups, too, have tokens that top_k keeps, and top_p is a share of the mass of them all.
+            is_ruled_out = is_ruled_out & ((has_k & (p < 1.0)) == 0)
+        is_chosen = is_chosen & (is_ruled_out == 0)
     place = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
     tl.store(chosen + row.to(tl.int64) * GROUPS + place, group, mask=is_chosen)
     tl.store(count + row, tl.sum(is_chosen.to(tl.int32), 0))
