@@ -23,6 +23,9 @@ CASES = (
     SampleCase("top_p", rows=4, vocab=300, top_p=0.8, temperature=1.5, return_log_probs=True),
     SampleCase("little", rows=3, vocab=300, top_p=1e-12, return_log_probs=True),
     SampleCase("min_p", rows=4, vocab=200, min_p=0.2, return_log_probs=True),
+    # Of as many groups as k, and of a peaked distribution, whose largest logits alone reach the share.
+    SampleCase("few_of_many", rows=6, vocab=1500, top_k=4, return_log_probs=True),
+    SampleCase("peaked", rows=6, vocab=1500, top_p=0.6, scale=4.0, return_log_probs=True),
     SampleCase("every_limit", rows=5, vocab=700, top_k=40, top_p=0.9, min_p=0.05, temperature=0.7),
     SampleCase("bfloat16", rows=3, vocab=256, top_k=9, top_p=0.7, dtype="bfloat16", return_log_probs=True),
     SampleCase("float16", rows=3, vocab=300, top_k=9, dtype="float16", return_log_probs=True),
@@ -146,7 +149,7 @@ class SampleConformance(Conformance[SampleCase, SampleInputs]):
     """A backend of ``sample``."""
 
     cases = CASES
-    repeated = CASES[8]
+    repeated = CASES[10]
 
     def inputs(self, case: SampleCase) -> SampleInputs:
         return inputs_of(case)
