@@ -152,17 +152,8 @@ def test_masks_have_stable_ids():
 
 
 NEWER = (
-    "_norm",
-    "matmul",
-    "glu",
-    "_entropy",
-    "_divergence",
-    "rope",
-    "_router",
-    "moe_mlp",
-    "permute",
-    "rope_update_pages",
-)
+    "_norm", "matmul", "glu", "_entropy", "_divergence", "rope", "_router", "moe_mlp", "permute", "rope_update_pages",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if not op.endswith(NEWER)])
