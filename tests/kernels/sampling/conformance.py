@@ -31,7 +31,7 @@ CASES = (
     SampleCase("float16", rows=3, vocab=300, top_k=9, dtype="float16", return_log_probs=True),
     SampleCase("one_token", rows=2, vocab=1, top_k=3, top_p=0.5, return_log_probs=True),
     SampleCase(
-        "groups_below_min_p", rows=8, vocab=6400, top_k=50, top_p=0.8, min_p=0.04, temperature=0.7, return_log_probs=True
+        "below_min_p", rows=8, vocab=6400, top_k=50, top_p=0.8, min_p=0.04, temperature=0.7, return_log_probs=True
     ),
     SampleCase("no_rows", rows=0, vocab=5, top_k=3, return_log_probs=True),
 )
