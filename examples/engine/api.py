@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -112,6 +113,14 @@ def prompts_of(prompt: Any, tokenizer: Tokenizer) -> list[list[int]]:
         if all(type(token) is int for each in nested for token in each):
             return nested
     raise RequestError("prompt must be a string, a list of strings, a list of tokens, or a list of such lists")
+
+
+def decoded(body: bytes) -> Any:
+    """The JSON of a body. Raises RequestError if it is none."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as wrong:
+        raise RequestError(f"the body is not JSON: {wrong}") from None
 
 
 def completion(body: Any, tokenizer: Tokenizer) -> Completion:
@@ -240,16 +249,19 @@ class Api:
 
     async def completions(self, http: HttpRequest) -> Response:
         try:
-            if int(http.headers.get("content-length", 0)) > MOST_BYTES:
-                return error(413, f"the body is longer than {MOST_BYTES} bytes")
-            wanted = completion(json.loads(await http.body()), self.tokenizer)
+            body = bytearray()
+            async for part in http.stream():
+                body += part
+                if len(body) > MOST_BYTES:
+                    return error(413, f"the body is longer than {MOST_BYTES} bytes")
+            wanted = completion(decoded(bytes(body)), self.tokenizer)
             requests = list(self._requests(wanted))
             answers = [self._answer(i, request, wanted) for i, request in enumerate(requests)]
             if wanted.stream:
                 return await self._streamed(answers, requests, wanted.usage)
             return await self._whole(http, answers, requests)
-        except json.JSONDecodeError as wrong:
-            return error(400, f"the body is not JSON: {wrong}")
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
         except RequestError as wrong:
             return error(400, str(wrong))
         except QueueFull as full:

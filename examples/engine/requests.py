@@ -38,10 +38,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise RequestError(f"temperature must be a number from 0 on, got {self.temperature}")
-        if self.top_k < 0:
-            raise RequestError(f"top_k must be at least 0, got {self.top_k}")
+        if not 0 <= self.temperature <= 100:
+            raise RequestError(f"temperature must be from 0 to 100, got {self.temperature}")
+        if not 0 <= self.top_k < 2**31:
+            raise RequestError(f"top_k must be from 0 to 2**31 − 1, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.min_p <= 1:

@@ -15,6 +15,7 @@ class EngineThread:
 
     Attributes:
       failure: what ended the engine, if something did; requests raise it from then on.
+      open: requests that the engine has.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -23,7 +24,7 @@ class EngineThread:
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._changed = threading.Condition()
         self._stops = False
-        self._open: set[Request] = set()
+        self.open: set[Request] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -57,10 +58,15 @@ class EngineThread:
             except (RequestError, QueueFull) as error:
                 tell(error)
             else:
-                self._open.add(request)
+                self.open.add(request)
                 tell((0, None))
 
-        request.listener = lambda each: tell((len(each.answer), each.finish_reason))
+        def listen(each: Request) -> None:
+            if each.finish_reason is not None:
+                self.open.discard(each)
+            tell((len(each.answer), each.finish_reason))
+
+        request.listener = listen
         self._call(submit)
         reason = None
         try:
@@ -92,9 +98,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._next():
-                info = self.engine.advance()
-                if info is not None:
-                    self._open.difference_update(info.left)
+                self.engine.advance()
         except BaseException as error:
             self.failure = error
             raise
@@ -104,7 +108,7 @@ class EngineThread:
                 calls, self._calls = list(self._calls), collections.deque()
             for call in calls:
                 call()
-            for request in list(self._open):
+            for request in list(self.open):
                 self.engine.cancel(request, "error")
 
     def _next(self) -> bool:

@@ -200,7 +200,15 @@ def test_what_can_never_be_served_is_refused(parameters: Any):
     ):
         with pytest.raises(RequestError, match=message):
             engine.submit(Request(prompt, count))
-    for options in ({"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_k": -1}, {"seed": 2**31}):
+    for options in (
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"temperature": 101},
+        {"top_k": 2**31},
+        {"top_p": 0},
+        {"top_k": -1},
+        {"seed": 2**31},
+    ):
         with pytest.raises(RequestError, match=next(iter(options))):
             Sampling(**options)
     for _ in range(CONFIG.max_waiting + CONFIG.slots):

@@ -36,7 +36,8 @@ class Served:
 
     def __init__(self, engine: Engine, name: str = "bytes") -> None:
         self.engine = engine
-        api = Api(EngineThread(engine), Bytes(), name)
+        self.open = (thread := EngineThread(engine)).open
+        api = Api(thread, Bytes(), name)
         self.server = uvicorn.Server(uvicorn.Config(api.app(), port=0, log_level="warning"))
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
@@ -46,7 +47,7 @@ class Served:
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         with contextlib.closing(connection):
-            connection.request(method, path, body if isinstance(body, str) else json.dumps(body))
+            connection.request(method, path, body if isinstance(body, str | bytes) else json.dumps(body))
             found = connection.getresponse()
             return found.status, json.loads(found.read())
 
@@ -161,6 +162,11 @@ def test_a_stop_string_ends_an_answer_before_it(served: Served):
     [
         ("{", "not JSON"),
         ("[1]", "must be a JSON object"),
+        (b"\xff\xfe{}", "not JSON"),
+        ("[" * 100000, "not JSON"),
+        ({"prompt": "a", "top_k": 2**40}, "top_k must be"),
+        ({"prompt": "a", "temperature": float("nan")}, "temperature must be"),
+        ({"prompt": "a", "max_tokens": 2**70}, "more than the 120"),
         ({}, "prompt is missing"),
         ({"prompt": 3}, "prompt must be"),
         ({"prompt": [[1, True]]}, "prompt must be"),
@@ -221,7 +227,14 @@ def test_clients_that_go_away_leave_nothing(served: Served, stream: bool):
     finally:
         served.engine.advance = advance  # type: ignore[method-assign]
     assert served.engine.pool.used == 0
+    wait_for(lambda: not served.open)
     assert served.complete(prompt="a", max_tokens=2)[0] == 200
+
+
+def test_a_body_that_is_too_long(served: Served):
+    status, found = served.complete(prompt="a" * (5 << 20))
+    assert status == 413
+    assert "longer than 4194304 bytes" in found["error"]["message"]
 
 
 def test_other_routes(served: Served):
