@@ -16,6 +16,7 @@ from tilewright.kernels.op.arguments import (
     to_int32,
     window,
 )
+from tilewright.kernels.paged_attention.debugging import report
 from tilewright.kernels.paged_attention.inputs import FAR
 
 QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -76,6 +77,25 @@ def integers(name: str, array: object, shape: tuple[int | None, ...], layout: st
 
 def page_table_array(page_table: object, sequences: int, name: str = "page_table") -> Any:
     return integers(name, page_table, (sequences, None), f"[sequences, pages_per_sequence] with {sequences=}")
+
+
+def places_to_write(
+    op: str, page_table: object, page_offset: object, lengths: Any, cum_q_lens: object, pages: Any, tokens: int
+) -> tuple[Any, Any]:
+    """The table and the boundaries of an op that writes tokens into pages; without boundaries each sequence has one.
+
+    Args:
+      lengths: checked.
+      pages: ``[num_pages, page_size, ...]``.
+    """
+    sequences = lengths.shape[0]
+    table = moved_pages(page_table_array(page_table, sequences), page_offset)
+    if table.shape[1] == 0 and tokens:
+        raise ValueError(f"a page table without columns has no page to write to: {table.shape=}")
+    cum = None if cum_q_lens is None else boundaries_array("cum_q_lens", cum_q_lens, sequences)
+    num_pages, page_size = pages.shape[:2]
+    report(op, table, lengths, cum, num_pages=num_pages, page_size=page_size, tokens=tokens, q_length=1, writes=True)
+    return table, cum
 
 
 def moved_pages(page_table: Any, page_offset: object) -> Any:

@@ -20,7 +20,6 @@ from tilewright.kernels.op.sharding import Partitioning, explicit_mesh, typed_ax
 from tilewright.kernels.op.signatures import results
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
-from tilewright.kernels.paged_attention.debugging import report
 from tilewright.kernels.paged_attention.reference import write_reference
 from tilewright.kernels.paged_attention.rotating import Rotated, RotateInputs
 from tilewright.kernels.paged_attention.sampling import Draw
@@ -123,22 +122,7 @@ class RopeUpdatePages(InferenceKernel[RotateInputs, Rotated]):
         new_key, new_value = arguments.new_tokens(key, value, keys, values, tokens)
         given = tokens if cum_q_lens is None else None
         lengths = arguments.lengths_array("kv_lengths", kv_lengths, given)
-        sequences = lengths.shape[0]
-        table = arguments.moved_pages(arguments.page_table_array(page_table, sequences), page_offset)
-        if table.shape[1] == 0 and tokens:
-            raise ValueError(f"a page table without columns has no page to write to: {table.shape=}")
-        cum = None if cum_q_lens is None else arguments.boundaries_array("cum_q_lens", cum_q_lens, sequences)
-        report(
-            self.name,
-            table,
-            lengths,
-            cum,
-            num_pages=keys.shape[0],
-            page_size=keys.shape[1],
-            tokens=tokens,
-            q_length=1,
-            writes=True,
-        )
+        table, cum = arguments.places_to_write(self.name, page_table, page_offset, lengths, cum_q_lens, keys, tokens)
         return RotateInputs(
             queries,
             keys,

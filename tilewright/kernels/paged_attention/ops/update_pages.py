@@ -16,7 +16,6 @@ from tilewright.kernels.op.roofline import Cost
 from tilewright.kernels.op.signatures import results
 from tilewright.kernels.paged_attention import arguments
 from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
-from tilewright.kernels.paged_attention.debugging import report
 from tilewright.kernels.paged_attention.reference import write_reference
 from tilewright.kernels.paged_attention.results import PAGES
 from tilewright.kernels.paged_attention.sampling import Draw
@@ -81,21 +80,9 @@ class UpdatePages(InferenceKernel[WriteInputs, Cache]):
             check_split_by_heads(keys)
         lengths = arguments.lengths_array("kv_lengths", kv_lengths, None)
         sequences = lengths.shape[0]
-        table = arguments.moved_pages(arguments.page_table_array(page_table, sequences), page_offset)
         new, new_value = arguments.new_tokens(new, value, keys, values, sequences if cum_q_lens is None else None)
-        if table.shape[1] == 0 and new.shape[0]:
-            raise ValueError(f"a page table without columns has no page to write to: {table.shape=}")
-        cum = None if cum_q_lens is None else arguments.boundaries_array("cum_q_lens", cum_q_lens, sequences)
-        report(
-            self.name,
-            table,
-            lengths,
-            cum,
-            num_pages=keys.shape[0],
-            page_size=keys.shape[1],
-            tokens=new.shape[0],
-            q_length=1,
-            writes=True,
+        table, cum = arguments.places_to_write(
+            self.name, page_table, page_offset, lengths, cum_q_lens, keys, new.shape[0]
         )
         return WriteInputs(
             keys,
