@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 
 RESULTS = Path(__file__).parent / "results"
@@ -109,6 +111,24 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def memory_rates(size: int, seconds: Callable[[Callable[[], Any]], float]) -> dict[str, float]:
+    """Bytes per second that kernels of XLA read, and read and write, of an array of so many bytes.
+
+    Args:
+      seconds: the time of a call.
+    """
+    x, found = jnp.ones((size >> 16, 1 << 15), jnp.bfloat16), {}
+    programs: dict[str, tuple[int, Callable[[Any], Any]]] = {
+        "read": (1, lambda x: x.max(1)),
+        "copied": (2, lambda x: x + 1),
+    }
+    for name, (times, function) in programs.items():
+        run = functools.partial(jax.jit(function), x)
+        jax.block_until_ready(run())
+        found[name] = times * x.nbytes / seconds(run)
+    return found
 
 
 def recorded(file: Path) -> Any:

@@ -10,10 +10,11 @@ once: tokens per second, seconds to the first token and between tokens.
 import argparse
 import csv
 import dataclasses
+import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import record
+from benchmarks.common import memory_rates, record
+from benchmarks.experts import seconds
 from tilewright.ops.tuning.timing import gpu_kernels, traced
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -50,19 +52,6 @@ def trace(speed: float) -> list[Arrival]:
     return [
         Arrival(float(row["seconds"]) / speed, int(row["prompt_tokens"]), int(row["answer_tokens"])) for row in rows
     ]
-
-
-def read_rate() -> float:
-    """Bytes per second of the better of two kernels of XLA."""
-    x = jnp.ones((READ[jax.default_backend()] >> 16, 1 << 15), jnp.bfloat16)
-
-    def rate(run: Callable[[Any], Any], size: int) -> float:
-        jax.block_until_ready(run(x))
-        start = time.perf_counter()
-        jax.block_until_ready([run(x) for _ in range(10)])
-        return 10 * size / (time.perf_counter() - start)
-
-    return max(rate(jax.jit(lambda x: x.max(1)), x.nbytes), rate(jax.jit(lambda x: -x), 2 * x.nbytes))
 
 
 def decode(engine: Engine, length: int, rate: float) -> dict[str, Any]:
@@ -150,7 +139,8 @@ def warm_up(engine: Engine) -> float:
 
 
 def measured(name: str, model: Llama, config: EngineConfig, length: int, arrivals: Sequence[Arrival]) -> dict[str, Any]:
-    rate = read_rate()
+    size = READ[jax.default_backend()]
+    rate = max(memory_rates(size, functools.partial(seconds, wait=jax.block_until_ready)).values())
     engine = Engine(model, model.parameters(jax.random.key(0)), config)
     data: dict[str, Any] = {"config": dataclasses.asdict(config), "rate": rate, "first_s": warm_up(engine)}
     data["decode"] = found = decode(engine, length, rate)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import record
+from benchmarks.common import memory_rates, record
 from benchmarks.experts import ROUNDS, seconds
 from benchmarks.step_models import experts_by_hand
 from tilewright.kernels.experts.cases import ExpertsCase
@@ -30,8 +30,8 @@ MODELS = {
     "deepseek_v3_quarter": ExpertsCase("", d=7168, n=2048, num_experts=64, k=8),
 }
 TOKENS = (16, 64, 128, 256, 512)
-ROWS = 1 << 15
-"""Rows and columns of 2 bytes of the array that is read and copied."""
+READ = 1 << 31
+"""Bytes of the array that is read and copied."""
 
 
 def normal(key: jax.Array, *shape: int, scale: float = 1.0) -> jax.Array:
@@ -48,13 +48,8 @@ def device_ms(run: Callable[[], Any]) -> float:
 
 def bytes_per_ms() -> dict[str, float]:
     """Bytes that kernels of XLA read, and read and write."""
-    x, found = jnp.ones((ROWS, ROWS), jnp.bfloat16), {}
-    programs = {"read": (1, lambda x: x.max(1)), "copied": (2, lambda x: x + 1)}
-    for name, (times, function) in programs.items():
-        run = functools.partial(jax.jit(function), x)
-        jax.block_until_ready(run())
-        found[name] = times * x.nbytes / device_ms(run)
-    return found
+    rates = memory_rates(READ, lambda run: device_ms(run) / 1e3)
+    return {name: rate / 1e3 for name, rate in rates.items()}
 
 
 def layers(case: ExpertsCase, biases: Any) -> dict[str, Callable[..., jax.Array]]:
