@@ -76,9 +76,9 @@ SERVED = {
 }  # fmt: skip
 IGNORED = {"model", "user"}
 NEUTRAL: Mapping[str, Any] = {
-    "suffix": None, "best_of": None, "logit_bias": None, "presence_penalty": 0, "frequency_penalty": 0
+    "suffix": None, "best_of": 1, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0
 }  # fmt: skip
-"""Fields of the format that this server does not serve, but for the value that changes nothing."""
+"""Fields of the format that this server does not serve, with the value, beside null, that changes nothing."""
 
 
 def number(body: Mapping[str, Any], name: str, default: Any, kind: type) -> Any:
@@ -134,7 +134,7 @@ def completion(body: Any, tokenizer: Tokenizer) -> Completion:
     if unknown := sorted(body.keys() - SERVED - IGNORED - NEUTRAL.keys()):
         raise RequestError(f"unknown fields: {', '.join(unknown)}")
     for name, neutral in NEUTRAL.items():
-        if body.get(name) not in (None, neutral, {}) and not (name == "best_of" and body[name] == 1):
+        if body.get(name) not in (None, neutral):
             raise RequestError(f"{name} is not served")
     if "prompt" not in body:
         raise RequestError("prompt is missing")
@@ -156,11 +156,9 @@ def completion(body: Any, tokenizer: Tokenizer) -> Completion:
         number(body, "temperature", 1.0, float), number(body, "top_k", 0, int), number(body, "top_p", 1.0, float),
         number(body, "min_p", 0.0, float), number(body, "seed", random.randrange(2**31), int),
     )  # fmt: skip
-    max_tokens = number(body, "max_tokens", 16, int)
-    flags = [flag(body, name) for name in ("stream", "echo")]
     return Completion(
-        prompts, n, max_tokens, sampling, tuple(stop), flags[0], flag(options, "include_usage"), logprobs is not None,
-        flags[1],
+        prompts, n, number(body, "max_tokens", 16, int), sampling, tuple(stop), stream=flag(body, "stream"),
+        usage=flag(options, "include_usage"), logprobs=logprobs is not None, echo=flag(body, "echo"),
     )  # fmt: skip
 
 
