@@ -212,7 +212,7 @@ _GPU_SIZES: Mapping[str, Mapping[str, Any]] = {
 _SMALL = {"sequences": 2, "kv_length": 64, "heads": 8, "kv_heads": 2, "head_dim": 64, "page_size": 16}
 _LARGE = {"sequences": 5, "kv_length": 256}
 
-CACHE_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+STORED_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {},
     "float16": {"dtype": "float16"},
@@ -221,6 +221,11 @@ CACHE_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "float8_e4m3fn": {"kv_dtype": "float8_e4m3fn", "scale": "head"},
     "float8_e5m2": {"kv_dtype": "float8_e5m2"},
     "pages of 1": {"page_size": 1},
+}
+"""Rows of the capability table of every op with pages: how they are stored."""
+
+CACHE_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    **STORED_OPTIONS,
     "pages of 256": {"page_size": 256},
     "`sliding_window`": {"sliding_window": 15},
     "`logits_soft_cap`": {"logits_soft_cap": 30.0},

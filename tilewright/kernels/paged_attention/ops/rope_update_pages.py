@@ -19,7 +19,7 @@ from tilewright.kernels.op.roofline import Cost
 from tilewright.kernels.op.sharding import Partitioning, explicit_mesh, typed_axes
 from tilewright.kernels.op.signatures import results
 from tilewright.kernels.paged_attention import arguments
-from tilewright.kernels.paged_attention.cases import ServingCase, serving_cases
+from tilewright.kernels.paged_attention.cases import STORED_OPTIONS, ServingCase, serving_cases
 from tilewright.kernels.paged_attention.reference import write_reference
 from tilewright.kernels.paged_attention.rotating import Rotated, RotateInputs
 from tilewright.kernels.paged_attention.sampling import Draw
@@ -58,14 +58,7 @@ class RopeUpdateCase(ServingCase):
 
 
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {},
-    "float16": {"dtype": "float16"},
-    "int8, a scale for each token": {"kv_dtype": "int8", "scale": "token"},
-    "int8, a scale for each page": {"kv_dtype": "int8", "scale": "page"},
-    "float8_e4m3fn": {"kv_dtype": "float8_e4m3fn", "scale": "head"},
-    "float8_e5m2": {"kv_dtype": "float8_e5m2"},
-    "pages of 1": {"page_size": 1},
+    **STORED_OPTIONS,
     "value head_dim of its own": {"value_dim": 128},
     "`positions`": {"positions": True},
     "`base`": {"base": 500000.0},

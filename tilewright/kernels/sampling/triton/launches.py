@@ -10,6 +10,11 @@ from tilewright.kernels.sampling.inputs import GROUP
 from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.limits import power_of_two
 
+DTYPES = ("float16", "bfloat16", "float32")
+
+MAX_VOCAB = 1 << 20
+"""Tokens of a row: all its groups are in the registers of one program, and counts of tokens have 21 bits."""
+
 type Maybe = jax.Array | None
 """An operand, if the call has it."""
 

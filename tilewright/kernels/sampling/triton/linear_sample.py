@@ -13,6 +13,8 @@ from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint, launch_reasons
 from tilewright.kernels.sampling.inputs import GROUP, Draw, LinearSampleInputs
 from tilewright.kernels.sampling.triton.launches import (
+    DTYPES,
+    MAX_VOCAB,
     Maybe,
     as_batch,
     best_of_rows,
@@ -26,11 +28,6 @@ from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 from tilewright.kernels.triton.matmul import TritonTile, tl_precision
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
-
-DTYPES = ("float16", "bfloat16", "float32")
-
-MAX_VOCAB = 1 << 20
-"""Tokens of a row: all its groups are in the registers of one program."""
 
 TOGETHER = 8
 """Tiles of rows whose programs are beside each other for the same tokens."""

@@ -12,6 +12,8 @@ from tilewright.kernels.op.backend import InferenceBackend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.sampling.inputs import GROUP, Draw, SampleInputs
 from tilewright.kernels.sampling.triton.launches import (
+    DTYPES,
+    MAX_VOCAB,
     Maybe,
     as_batch,
     best_of_rows,
@@ -26,11 +28,6 @@ from tilewright.kernels.triton.batching import over_batch
 from tilewright.kernels.triton.limits import power_of_two
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
-
-DTYPES = ("float16", "bfloat16", "float32")
-
-MAX_VOCAB = 1 << 20
-"""Tokens of a row: all its groups are in the registers of one program, and its counts have 21 bits."""
 
 MAX_ROWS = 1 << 24
 """Rows, of which 32 bits count the key words and, in chunks, the programs."""
