@@ -79,6 +79,14 @@ CELLS: dict[str, Cell] = {
     "mla_64x8192_16_heads": Cell(
         "mla_decode", MlaCase("", sequences=64, kv_length=8192, page_size=64, **_LATENT | {"heads": 16})
     ),
+    "16x8192_d256": Cell(
+        "page_attention",
+        PageCase("", sequences=16, kv_length=8192, **_DECODE | {"heads": 16, "head_dim": 256}),
+        0.95,
+    ),
+    "8x700": Cell("page_attention", PageCase("", sequences=8, kv_length=700, **_DECODE)),
+    "1x2000": Cell("page_attention", PageCase("", sequences=1, kv_length=2000, **_DECODE)),
+    "128x500": Cell("page_attention", PageCase("", sequences=128, kv_length=500, **_DECODE)),
     "mixed_64": Cell("ragged_page_attention", RaggedPageCase("", sequences=64, kv_length=8192, **_MIXED)),
     "mixed_64_page64": Cell(
         "ragged_page_attention", RaggedPageCase("", sequences=64, kv_length=8192, page_size=64, **_MIXED)
@@ -378,6 +386,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device-time", choices=("cupti", "wall"), help="cupti on a GPU by default")
     parser.add_argument("--copy-bytes", type=int, default=COPY_BYTES)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this many seconds")
+    parser.add_argument("--name", help="of the record; serving, or with --sweep serving_sweep, by default")
     given = parser.parse_args(argv)
     clock = given.device_time or ("cupti" if jax.default_backend() == "gpu" else "wall")
     method = Method(given.rounds, given.calls, clock, jobs=1)
@@ -398,7 +407,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{name}: {cells[-1]['message'][:300]}", flush=True)
         gc.collect()
         data = {"method": dataclasses.asdict(method), "versions": versions(), "driver": driver(), "copy": copy}
-        record("serving_sweep" if given.sweep else "serving", {**data, "cells": cells})
+        record(given.name or ("serving_sweep" if given.sweep else "serving"), {**data, "cells": cells})
 
 
 if __name__ == "__main__":

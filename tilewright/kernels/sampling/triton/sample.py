@@ -20,7 +20,6 @@ from tilewright.kernels.sampling.triton.launches import (
     group_structs,
     groups_of,
     or_absent,
-    row_warps,
     struct,
 )
 from tilewright.kernels.triton import launch, unavailable
@@ -167,19 +166,27 @@ def _limited_draw(inputs: SampleInputs, params: TritonSampleParams) -> tuple[jax
             struct(jnp.int32, rows, groups),
             struct(jnp.int32, rows),
             struct(jnp.uint32, rows),
+            struct(jnp.uint32, rows),
             struct(jnp.float32, rows, is_used=has_p),
         ],
         grid=[rows],
         constants=constants | {"BLOCK": power_of_two(groups)},
-        num_warps=row_warps(groups),
+        num_warps=8,
         num_stages=1,
     )
+    scratch = max(groups, kernels.LISTED.value)
     drawn = launch(
         kernels.limited_draw,
-        [inputs.logits, inputs.key, *options, *chosen],
-        [struct(jnp.int32, rows), struct(jnp.float32, rows, is_used=inputs.return_log_probs)],
+        [inputs.logits, inputs.key, *options, *chosen, top],
+        [
+            struct(jnp.int32, rows),
+            struct(jnp.float32, rows, is_used=inputs.return_log_probs),
+            struct(jnp.uint32, rows, scratch),
+            struct(jnp.int32, rows, scratch),
+            struct(jnp.float32, rows, scratch),
+        ],
         grid=[rows],
-        constants=constants | {"BLOCK": params.chosen_groups},
+        constants=constants | {"BLOCK": params.chosen_groups, "ROW_BLOCK": power_of_two(groups), "SCRATCH": scratch},
         num_warps=params.row_warps,
         num_stages=1,
     )
