@@ -32,6 +32,7 @@ from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.paged_attention.cases import ServingCase
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
+from tilewright.kernels.paged_attention.ops.mla_ragged_page_attention import MlaRaggedPageCase
 from tilewright.kernels.paged_attention.ops.page_attention import PageCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.reference import token_reference
@@ -87,6 +88,14 @@ CELLS: dict[str, Cell] = {
     "8x700": Cell("page_attention", PageCase("", sequences=8, kv_length=700, **_DECODE)),
     "1x2000": Cell("page_attention", PageCase("", sequences=1, kv_length=2000, **_DECODE)),
     "128x500": Cell("page_attention", PageCase("", sequences=128, kv_length=500, **_DECODE)),
+    "mla_mixed_64": Cell(
+        "mla_ragged_page_attention",
+        MlaRaggedPageCase("", sequences=64, kv_length=8192, page_size=64, **_LATENT | {"q_lengths": (1,) * 7 + (512,)}),
+    ),
+    "mla_chunk_2048_over_8k": Cell(
+        "mla_ragged_page_attention",
+        MlaRaggedPageCase("", sequences=1, kv_length=8192, page_size=64, **_LATENT | {"q_lengths": (2048,)}),
+    ),
     "mixed_64": Cell("ragged_page_attention", RaggedPageCase("", sequences=64, kv_length=8192, **_MIXED)),
     "mixed_64_page64": Cell(
         "ragged_page_attention", RaggedPageCase("", sequences=64, kv_length=8192, page_size=64, **_MIXED)
@@ -107,6 +116,10 @@ SMOKE: dict[str, Cell] = {
     "smoke_mixed": Cell("ragged_page_attention", RaggedPageCase("", **_SMALL, q_lengths=(1, 9))),
     "smoke_drafts": Cell("ragged_page_attention", RaggedPageCase("", **_SMALL, q_lengths=(9,), tree=True)),
     "smoke_latent": Cell("mla_decode", MlaCase("", **_SMALL | {"kv_heads": 1, "value_dim": 8})),
+    "smoke_latent_mixed": Cell(
+        "mla_ragged_page_attention",
+        MlaRaggedPageCase("", **_SMALL | {"kv_heads": 1, "value_dim": 8}, q_lengths=(1, 9)),
+    ),
 }
 """Small enough for a CPU: whether everything runs, not how fast."""
 
@@ -217,12 +230,12 @@ def contenders(work: Work, names: Sequence[str]) -> dict[str, Callable[[], Call]
     """How to make the call of every implementation that has a place for the case."""
     found: dict[str, Callable[[], Call]] = {}
     # Pallas serves only latents and packed queries, CUDA C++ only the latter.
-    packed = work.inputs.cum_q_lens is not None
+    packed = work.inputs.cum_q_lens is not None and work.inputs.value is not None
     in_pallas = packed or work.inputs.value is None
     for platform in (*(("cuda",) if packed else ()), *(("pallas",) if in_pallas else ()), "triton", "xla"):
         call = functools.partial(ours(work, platform), **work.keywords)
         found[f"tilewright {platform}"] = lambda call=call: Call(jax.jit(call), work.positional)  # type: ignore[misc]
-    plain = work.cell.case.kv_dtype is None and work.cell.op != "mla_decode" and work.inputs.tree_mask is None
+    plain = work.cell.case.kv_dtype is None and work.inputs.value is not None and work.inputs.tree_mask is None
     if plain and importlib.util.find_spec("ejkernel"):
         if work.cell.op == "page_attention":
             found["ejkernel page_attention"] = lambda: ejkernel_pages(work)

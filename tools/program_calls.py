@@ -45,6 +45,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "ragged_decode_attention": _SERVING[:-2],
     "ragged_page_attention": (*_SERVING, "write=True"),
     "mla_decode": ("", "dtype=float32", "logits_soft_cap=30.0", "return_lse=True", "head_dim=576 value_dim=512"),
+    "mla_ragged_page_attention": ("", "dtype=float32", "q_lengths=(1, 5)", "head_dim=576 value_dim=512"),
     "update_pages": ("", "dtype=float32", "kv_dtype=int8 scale=token", "q_lengths=(1,)"),
 }  # fmt: skip
 """Options of an op's smallest case, beside bfloat16, that its calls are made with too; `_SERVING` for the other ops."""
@@ -52,7 +53,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
 BASES = {"flash_attention": "causal_short"}
 """The case whose options these are; "batch_8" for the other ops."""
 
-SHARDED = {"flash_attention": (0, -2), "mla_decode": (), "update_pages": ()}
+SHARDED = {"flash_attention": (0, -2), "mla_decode": (), "mla_ragged_page_attention": (), "update_pages": ()}
 """Which dimension of arrays of three or more is split over two devices, in a call for each; the heads' by default."""
 
 

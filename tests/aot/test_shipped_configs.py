@@ -32,6 +32,7 @@ from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.paged_attention.hopper.latent_backend import PallasGpuPagedAttention
 from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase, MlaDecode
+from tilewright.kernels.paged_attention.ops.mla_ragged_page_attention import MlaRaggedPageAttention, MlaRaggedPageCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.triton.backend import TritonPagedAttention
 from tilewright.kernels.router.cases import RouterCase
@@ -343,6 +344,11 @@ def copies_overlap(compilation: Compilation, reports: Any) -> bool:
     return bool(reports) and all("cp.async.cg" in each.texts["ptx"] for each in reports if each.name == "attend")
 
 
+def latent_spills(compilation: Compilation) -> int:
+    """Bytes. O of 64 rows takes half of the registers of a thread; a few of what only its stores need are spilled."""
+    return 80
+
+
 def packed_spills(compilation: Compilation) -> int:
     """Bytes. What a CTA needs from item to item is spilled around an item, not in its steps."""
     if compilation.call.startswith("trees") and compilation.params.items == 16:
@@ -537,6 +543,28 @@ EVERY = (
         ),
         directions=("forward",),
         spills=packed_spills,
+    ),
+    Shipped(
+        "mla_ragged_page_attention",
+        TritonPagedAttention(),
+        {
+            **MlaRaggedPageAttention.cases.by_device["gpu"],
+            **variants(
+                MlaRaggedPageCase("", **SIZES | {"heads": 128, "sequences": 8, "kv_length": 4096}),
+                {
+                    "decoding": {"q_lengths": (1,)},
+                    "decoding, 16 heads": {"q_lengths": (1,), "heads": 16},
+                    "a chunk": {"q_lengths": (2048,), "kv_length": 8192, "sequences": 1},
+                    "a chunk, 16 heads": {"q_lengths": (2048,), "kv_length": 8192, "sequences": 1, "heads": 16},
+                    "pages of 16": {"q_lengths": (1, 512), "page_size": 16},
+                },
+            ),
+        },
+        EVERY_CARD,
+        directions=("forward",),
+        tuned=(),
+        expected=copies_overlap,
+        spills=latent_spills,
     ),
     Shipped("top_k_router", TritonRouter(), ROUTERS, EVERY_CARD, tuned=("qwen3", "odd groups")),
     Shipped("linear_sample", TritonLinearSample(), LINEAR_SAMPLES, EVERY_CARD, ("forward",), tuned=("llama",)),

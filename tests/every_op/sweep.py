@@ -121,6 +121,11 @@ def _serving(c: Any) -> bool:
 
 
 def _is_mla(c: Any) -> bool:
+    return type(c).__name__ in ("MlaCase", "MlaRaggedPageCase")
+
+
+def _same_lengths(c: Any) -> bool:
+    """True for an op whose sequences all have the same number of new tokens, which may be several."""
     return type(c).__name__ == "MlaCase"
 
 
@@ -149,7 +154,9 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: hasattr(c, "kv_heads") and not _is_mla(c) and c.heads % _kv_heads(c) != 0,
     ),
     Refusal(ValueError, "one latent for all heads", lambda c: _is_mla(c) and _kv_heads(c) != 1),
-    Refusal(ValueError, "must be from 1 to the head dim", lambda c: _is_mla(c) and (c.value_dim or 0) > c.head_dim),
+    Refusal(
+        ValueError, "must be from 1 to the head dim", lambda c: _same_lengths(c) and (c.value_dim or 0) > c.head_dim
+    ),
     Refusal(
         ValueError,
         "head_dim must be at least 1|at least one head and one element",
@@ -180,7 +187,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(ValueError, "must have a vocabulary", lambda c: getattr(c, "vocab", 1) == 0),
     Refusal(ValueError, "page table without columns", lambda c: _writes(c) and c.kv_length == 0 and _tokens(c) > 0),
-    Refusal(ValueError, r"query must be \[sequences, heads", lambda c: _is_mla(c) and len(c.q_lengths) > 1),
+    Refusal(ValueError, r"query must be \[sequences, heads", lambda c: _same_lengths(c) and len(c.q_lengths) > 1),
     Refusal(
         ValueError,
         "operands of .* need a preferred_element_type",
@@ -342,8 +349,8 @@ def repaired(small: Case, fields: dict[str, Any], rng: random.Random) -> dict[st
         if get(name) == 0:
             fields[name] = 1
     if _is_mla(small):
-        fields |= {"kv_heads": 1, "value_dim": min(get("value_dim") or 512, get("head_dim"))}
-        fields["q_lengths"] = get("q_lengths")[:1]
+        fields |= {"kv_heads": rng.choice((1,) * 15 + (2,)), "value_dim": min(get("value_dim") or 512, get("head_dim"))}
+        fields["q_lengths"] = get("q_lengths")[:1] if _same_lengths(small) else get("q_lengths")
     if hasattr(small, "kv_dtype"):
         if get("kv_dtype") == "int8" and get("scale") is None:
             fields["scale"] = "token"

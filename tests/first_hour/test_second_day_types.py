@@ -29,9 +29,9 @@ from tilewright.modules import (
     chunked_prefill_paged_decode, context_parallel_attention, context_parallel_mla_decode,
     context_parallel_page_attention, context_parallel_update_pages, decode_attention, dot_product_attention,
     flash_attention, flash_mla, gated_grouped_matmul, glu, grouped_matmul, layer_norm, linear_cross_entropy,
-    linear_kl_divergence, linear_log_probs, matmul, mla_decode, page_attention, ragged_decode_attention,
-    ragged_page_attention, rms_norm, rope_update_pages, shared_prefix_page_attention, unified_attention,
-    update_pages, zigzag,
+    linear_kl_divergence, linear_log_probs, matmul, mla_decode, mla_ragged_page_attention, page_attention,
+    ragged_decode_attention, ragged_page_attention, rms_norm, rope_update_pages, shared_prefix_page_attention,
+    unified_attention, update_pages, zigzag,
 )
 
 
@@ -62,6 +62,8 @@ def checks(x: Array, i: Array, flag: bool, maybe: Array | None, pages: tuple[Arr
     assert_type(unified_attention(x, x, x, i, i, i), Array)
     assert_type(mla_decode(x, x, i, i, return_lse=True), tuple[Array, Array])
     assert_type(flash_mla(x, x, i, i), Array)
+    assert_type(mla_ragged_page_attention(x, x, x, i, i, i), Array)
+    assert_type(mla_ragged_page_attention(x, x, x, i, i, i, return_lse=True), tuple[Array, Array])
     assert_type(ragged_page_attention(x, *pages, i, i, i), Array)
     assert_type(ragged_page_attention(x, *pages, i, i, i, key_scale=x, return_lse=True), tuple[Array, Array])
     assert_type(ragged_page_attention(x, *pages, i, i, i, new_key=x, new_value=x), tuple[Array, Array, Array])

@@ -19,6 +19,7 @@ from tilewright.kernels.paged_attention.hopper.latent_backend import HopperLaten
 from tilewright.kernels.paged_attention.hopper.packed_backend import PallasGpuPackedAttention
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
+from tilewright.kernels.paged_attention.ops.mla_ragged_page_attention import MlaRaggedPageCase
 from tilewright.kernels.paged_attention.ops.page_attention import PageCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.triton import elements
@@ -87,6 +88,9 @@ class TestXlaOnGpu(PagedConformance):
             yield
 
 
+LATENTS: dict[str, Any] = {
+    **BATCH, "heads": 128, "head_dim": 576, "value_dim": 512, "page_size": 64, "dtype": "bfloat16"
+}  # fmt: skip
 LARGE = {
     "page 16": ("page_attention", PageCase("", sequences=16, kv_length=4096, **REAL)),
     "page 64": ("page_attention", PageCase("", sequences=16, kv_length=4096, page_size=64, **REAL)),
@@ -114,6 +118,19 @@ LARGE = {
     "latent": (
         "mla_decode",
         MlaCase("", **BATCH, heads=128, head_dim=576, value_dim=512, page_size=64, dtype="bfloat16"),
+    ),
+    "latents, mixed": ("mla_ragged_page_attention", MlaRaggedPageCase("", **LATENTS, q_lengths=(1, 1, 1, 100))),
+    "latents, mixed, 16 heads": (
+        "mla_ragged_page_attention",
+        MlaRaggedPageCase("", **LATENTS | {"heads": 16, "page_size": 16}, q_lengths=(1, 300), sinks=1),
+    ),
+    "latents, drafts": (
+        "mla_ragged_page_attention",
+        MlaRaggedPageCase("", **LATENTS | {"heads": 32}, q_lengths=(16, 5, 64), tree=True),
+    ),
+    "latents, fp8": (
+        "mla_ragged_page_attention",
+        MlaRaggedPageCase("", **LATENTS, q_lengths=(1, 20), kv_dtype="float8_e4m3fn", scale="tensor"),
     ),
 }
 

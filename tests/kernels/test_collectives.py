@@ -33,6 +33,7 @@ from tilewright.modules import (
     matmul,
     matmul_reduce_scatter,
     mla_decode,
+    mla_ragged_page_attention,
     moe_mlp,
     page_attention,
     rms_norm,
@@ -151,6 +152,12 @@ def serving(function: Callable[..., Any], *specs: P, **options: Any) -> Split:
     )  # fmt: skip
 
 
+def of_latents(query: Any, pages: Any, table: Any, lengths: Any) -> Any:
+    cum = jnp.arange(SEQUENCES + 1)
+    packed = mla_ragged_page_attention(query[..., :8], query[..., 8:], pages, table, lengths, cum)
+    return mla_decode(query, pages, table, lengths, kv_lora_rank=8), packed
+
+
 def latents(query: Any, pages: Any, table: Any, lengths: Any) -> Any:
     return context_parallel_mla_decode(query, pages, table, lengths, axis_name="s", kv_lora_rank=8)
 
@@ -249,8 +256,8 @@ CALLS = {
     ),
     "`page_attention` and the like | heads": serving(page_attention, ROWS, BY_HEAD, BY_HEAD),
     "`page_attention` and the like | sequences, beside whole pages": serving(page_attention, P("s"), P(), P()),
-    "`mla_decode` | heads, beside whole latents": Split(
-        functools.partial(mla_decode, kv_lora_rank=8), ((QUERY, ROWS), ((32, 8, 16), P())), AxisType.Explicit,
+    "`mla_decode`, `mla_ragged_page_attention` | heads, beside whole latents": Split(
+        of_latents, ((QUERY, ROWS), ((32, 8, 16), P())), AxisType.Explicit,
         integers=(TABLE, (SEQUENCES,)), inference=True,
     ),
     "`update_pages` | heads": writing(update_pages, BY_HEAD, ROWS),

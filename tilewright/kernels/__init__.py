@@ -22,6 +22,7 @@ _OPS = {
     "unified_attention": f"{_PAGED}.unified_attention:UnifiedAttention",
     "chunked_prefill_paged_decode": f"{_PAGED}.chunked_prefill_paged_decode:ChunkedPrefillPagedDecode",
     "mla_decode": f"{_PAGED}.mla_decode:MlaDecode",
+    "mla_ragged_page_attention": f"{_PAGED}.mla_ragged_page_attention:MlaRaggedPageAttention",
     "update_pages": f"{_PAGED}.update_pages:UpdatePages",
     "rope_update_pages": f"{_PAGED}.rope_update_pages:RopeUpdatePages",
     "sample": "tilewright.kernels.sampling.ops.sample:Sample",

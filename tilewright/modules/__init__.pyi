@@ -31,6 +31,7 @@ from tilewright.kernels.paged_attention.context_parallel import Window
 from tilewright.kernels.paged_attention.ops.chunked_prefill_paged_decode import ChunkedPrefillPagedDecode
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeAttention
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaDecode
+from tilewright.kernels.paged_attention.ops.mla_ragged_page_attention import MlaRaggedPageAttention
 from tilewright.kernels.paged_attention.ops.page_attention import PageAttention
 from tilewright.kernels.paged_attention.ops.ragged_decode_attention import RaggedDecodeAttention
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageAttention
@@ -70,6 +71,7 @@ __all__ = [
     "LongRopeScaling",
     "Matmul",
     "MlaDecode",
+    "MlaRaggedPageAttention",
     "MoeMlp",
     "NtkScaling",
     "PageAttention",
@@ -109,6 +111,7 @@ __all__ = [
     "matmul",
     "matmul_reduce_scatter",
     "mla_decode",
+    "mla_ragged_page_attention",
     "moe_mlp",
     "page_attention",
     "permute",
@@ -924,6 +927,72 @@ def mla_decode(
     *,
     kv_lora_rank: int = 512,
     causal: bool = True,
+    scale: ArrayLike | None = None,
+    softmax_scale: ArrayLike | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    page_offset: ArrayLike | None = None,
+    return_lse: bool = False,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+) -> Array | tuple[Array, Array]: ...
+@overload
+def mla_ragged_page_attention(
+    q_nope: ArrayLike,
+    q_rope: ArrayLike,
+    latent_pages: ArrayLike,
+    page_table: ArrayLike,
+    kv_lengths: ArrayLike,
+    cum_q_lens: ArrayLike,
+    *,
+    causal: bool = True,
+    tree_mask: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    softmax_scale: ArrayLike | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    page_offset: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+) -> Array: ...
+@overload
+def mla_ragged_page_attention(
+    q_nope: ArrayLike,
+    q_rope: ArrayLike,
+    latent_pages: ArrayLike,
+    page_table: ArrayLike,
+    kv_lengths: ArrayLike,
+    cum_q_lens: ArrayLike,
+    *,
+    causal: bool = True,
+    tree_mask: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    softmax_scale: ArrayLike | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    page_offset: ArrayLike | None = None,
+    return_lse: Literal[True],
+    platform: PlatformOption = None,
+    cfg: Any = None,
+) -> tuple[Array, Array]: ...
+@overload
+def mla_ragged_page_attention(
+    q_nope: ArrayLike,
+    q_rope: ArrayLike,
+    latent_pages: ArrayLike,
+    page_table: ArrayLike,
+    kv_lengths: ArrayLike,
+    cum_q_lens: ArrayLike,
+    *,
+    causal: bool = True,
+    tree_mask: ArrayLike | None = None,
     scale: ArrayLike | None = None,
     softmax_scale: ArrayLike | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,

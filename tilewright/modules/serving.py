@@ -16,6 +16,10 @@ from tilewright.kernels.paged_attention.ops.chunked_prefill_paged_decode import 
 )
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeAttention, decode_attention
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaDecode, mla_decode
+from tilewright.kernels.paged_attention.ops.mla_ragged_page_attention import (
+    MlaRaggedPageAttention,
+    mla_ragged_page_attention,
+)
 from tilewright.kernels.paged_attention.ops.page_attention import PageAttention, page_attention
 from tilewright.kernels.paged_attention.ops.ragged_decode_attention import (
     RaggedDecodeAttention,
@@ -34,6 +38,7 @@ __all__ = [
     "DecodeAttention",
     "LinearSample",
     "MlaDecode",
+    "MlaRaggedPageAttention",
     "PageAttention",
     "RaggedDecodeAttention",
     "RaggedPageAttention",
@@ -49,6 +54,7 @@ __all__ = [
     "flash_mla",
     "linear_sample",
     "mla_decode",
+    "mla_ragged_page_attention",
     "page_attention",
     "ragged_decode_attention",
     "ragged_page_attention",

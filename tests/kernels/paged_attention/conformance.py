@@ -19,6 +19,7 @@ from tilewright.kernels.paged_attention.cases import ServingCase
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
+from tilewright.kernels.paged_attention.ops.mla_ragged_page_attention import MlaRaggedPageCase
 from tilewright.kernels.paged_attention.ops.ragged_decode_attention import RaggedDecodeCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.reference import paged_reference
@@ -42,6 +43,12 @@ FACTORS: dict[str, Sequence[Any]] = {
     "softmax_scale": [None, 0.7],
 }
 
+PACKED_LATENTS: dict[str, Sequence[Any]] = FACTORS | {
+    "layout": ["packed latents"], "heads": [(1, 1), (6, 1)], "scale": ["tensor", "page", "token"],
+    "page_size": [1, 3, 64], "kv_length": [7, 50, 300], "window": [None, 6, (None, 2)],
+}  # fmt: skip
+"""A table of their own: a layout more in the one above would draw all of its rows anew."""
+
 
 def as_case(index: int, row: Mapping[str, Any]) -> tuple[str, ServingCase]:
     """A row's op and case; what an op has no place for stays its default."""
@@ -61,10 +68,14 @@ def as_case(index: int, row: Mapping[str, Any]) -> tuple[str, ServingCase]:
         latent = {"kv_heads": 1, "value_dim": min(head_dim, value_dim), "q_lengths": (max(row["q_lengths"]) % 30,)}
         return "mla_decode", MlaCase(**fields | latent, causal=row["causal"])
     packed = {"q_lengths": row["q_lengths"], "causal": row["causal"]}
+    if layout == "packed latents":
+        return "mla_ragged_page_attention", MlaRaggedPageCase(
+            **fields | packed | {"kv_heads": 1, "value_dim": min(head_dim, value_dim)}
+        )
     return "ragged_page_attention", RaggedPageCase(**fields, **packed, write=layout == "packed and written")
 
 
-CASES = [as_case(index, row) for index, row in enumerate(pairwise(FACTORS))]
+CASES = [as_case(index, row) for index, row in enumerate([*pairwise(FACTORS), *pairwise(PACKED_LATENTS)])]
 
 
 def describe(op_and_case: tuple[str, ServingCase]) -> str:

@@ -105,7 +105,8 @@ def test_vmap_runs_one_after_the_other():
 SHIPPED = {
     f"{op} {name}": (op, case)
     for op, cases in (
-        (op, kernel(op).cases.by_device["gpu"]) for op in ("page_attention", "mla_decode", "ragged_page_attention")
+        (op, kernel(op).cases.by_device["gpu"])
+        for op in ("page_attention", "mla_decode", "mla_ragged_page_attention", "ragged_page_attention")
     )
     for name, case in cases.items()
 }  # fmt: skip
@@ -119,7 +120,7 @@ def test_what_ships_can_run_and_fills_the_card(name: str):
     best = BACKEND.heuristic(inputs, H100, "forward")
     assert not BACKEND.config_reasons(inputs, H100, "forward", best)
     assert 1 <= best.num_key_splits <= MAX_SPLITS
-    tiles = inputs.sequences * best.num_key_splits * inputs.kv_heads
+    tiles = max(inputs.sequences, inputs.tokens // best.q_blocksize) * best.num_key_splits * inputs.kv_heads
     assert tiles * max(inputs.groups // 64, 1) >= 3 * H100.cores
     candidates = list(BACKEND.candidates(inputs, H100, "forward"))
     assert candidates

@@ -22,14 +22,14 @@ from tilewright.kernels.paged_attention.inputs import FAR
 QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
-def query_array(query: object, ranks: tuple[int, ...], layout: str) -> Any:
-    query = as_array("query", query)
+def query_array(query: object, ranks: tuple[int, ...], layout: str, name: str = "query") -> Any:
+    query = as_array(name, query)
     if len(query.shape) not in ranks:
-        raise ValueError(f"query must be {layout}, got {query.shape=}")
+        raise ValueError(f"{name} must be {layout}, got {name}.shape={query.shape}")
     if not has_arithmetic(query.dtype):
-        raise TypeError(f"query must be float16, bfloat16, float32 or float64, got {query.dtype=}")
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {name}.dtype={query.dtype}")
     if query.shape[-1] == 0 or query.shape[-2] == 0:
-        raise ValueError(f"query needs at least one head and one element in each, got {query.shape=}")
+        raise ValueError(f"{name} needs at least one head and one element in each, got {name}.shape={query.shape}")
     return query
 
 
@@ -191,6 +191,17 @@ def required(name: str, array: object) -> Any:
 def page_arrays(key_pages: object, value_pages: object) -> tuple[Any, Any]:
     layout = "[num_pages, page_size, kv_heads, head_dim]"
     return cache_arrays(key_pages, required("value_pages", value_pages), layout, ("key_pages", "value_pages"))
+
+
+def latent_array(latent_pages: object) -> Any:
+    """Pages of latents with a head of 1 before the last dimension, which the caller's need not have."""
+    latents = as_array("latent_pages", latent_pages)
+    if len(latents.shape) == 3:
+        latents = reshape(latents, (*latents.shape[:2], 1, latents.shape[2]))
+    latents, _ = cache_arrays(latents, None, "[num_pages, page_size, head_dim]", ("latent_pages", ""))
+    if latents.shape[2] != 1:
+        raise ValueError(f"latent_pages hold one latent for all heads, got {latents.shape=}")
+    return latents
 
 
 def block_arrays(key_cache: object, value_cache: object) -> tuple[Any, Any]:

@@ -71,7 +71,7 @@ class UnifiedOptions(SoftmaxScale, CallOptions, total=False):
 
 
 class LatentOptions(SoftmaxScale, LogitOptions, CallOptions, total=False):
-    """The options of ``mla_decode``, whose latents have one scale."""
+    """The options of the ops over latents, whose elements have one scale."""
 
 
 class ServingOptions(StoredScales, LatentOptions, total=False):

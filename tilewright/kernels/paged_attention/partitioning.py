@@ -76,10 +76,14 @@ def _checked(specs: dict[str, tuple[Any, ...]], inputs: PagedInputs) -> tuple[An
         )
     if any(spec[0] is not None for spec in caches):
         if inputs.page_table is not None:
-            function = "context_parallel_mla_decode" if inputs.value is None else "context_parallel_page_attention"
+            instead = "call context_parallel_page_attention inside of jax.shard_map"
+            if inputs.value is None:
+                instead = "call context_parallel_mla_decode inside of jax.shard_map"
+                if inputs.cum_q_lens is not None:
+                    instead = "give each device its own sequences and pages by jax.shard_map"
             raise ValueError(
                 f"pages that a table names cannot be split by page ({text}), since a sequence's may lie anywhere; "
-                f"reshard the cache, or call {function} inside of jax.shard_map"
+                f"reshard the cache, or {instead}"
             )
         if any(spec[0] not in (None, sequences) for spec in caches):
             raise ValueError(f"query and cache must be split alike by sequences ({text}); reshard them first")

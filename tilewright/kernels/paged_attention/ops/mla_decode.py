@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from jax.typing import ArrayLike
 
-from tilewright.kernels.op.arguments import as_array, integer, reshape
+from tilewright.kernels.op.arguments import integer
 from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.signatures import WITH_LSE, results
@@ -86,12 +86,7 @@ class MlaDecode(PagedAttentionKernel):
         """Checks a call and returns it as the core takes it."""
         layout = "[sequences, heads, head_dim] or [sequences, q_length, heads, head_dim]"
         queries = arguments.query_array(query, (3, 4), layout)
-        latents = as_array("latent_pages", latent_pages)
-        if len(latents.shape) == 3:
-            latents = reshape(latents, (*latents.shape[:2], 1, latents.shape[2]))
-        keys, _ = arguments.cache_arrays(latents, None, "[num_pages, page_size, head_dim]", ("latent_pages", ""))
-        if keys.shape[2] != 1:
-            raise ValueError(f"latent_pages hold one latent for all heads, got {latents.shape=}")
+        keys = arguments.latent_array(latent_pages)
         kv_lora_rank = integer("kv_lora_rank", kv_lora_rank)
         if not 0 < kv_lora_rank <= keys.shape[3]:
             raise ValueError(f"{kv_lora_rank=} must be from 1 to the head dim, {keys.shape[3]}")

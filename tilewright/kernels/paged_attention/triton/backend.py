@@ -1,5 +1,7 @@
 """Attention over a cache in Triton, on NVIDIA GPUs: split over keys where queries are too few to fill the card."""
 
+import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -32,6 +34,12 @@ MIN_BLOCKS = 4
 
 MAX_SPLITS = 256
 
+SMALL_BLOCK_M = 32
+"""Query rows of a program over latents on a card with little shared memory."""
+
+MAX_BLOCK_G = 64
+"""Heads of a key head in a program, where its config does not say how many at most."""
+
 LARGEST_SHARED_BYTES = 227 << 10
 """Shared memory of a CTA where the device's own limit is not known."""
 
@@ -39,7 +47,8 @@ LARGEST_SHARED_BYTES = 227 << 10
 class TritonPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
     """Serves float16, bfloat16 and float32, with any cache; float32 is multiplied without tensor cores.
 
-    Its params are ``q_blocksize``, ``kv_blocksize``, ``num_key_splits`` and those of the launch.
+    Its params are ``q_blocksize``, ``kv_blocksize``, ``blocksize_heads`` (at most so many heads of a key head in a
+    program), ``num_key_splits`` and those of the launch.
     """
 
     name: ClassVar[str] = "triton"
@@ -69,11 +78,15 @@ class TritonPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
     def heuristic(self, inputs: PagedInputs, device: Device, direction: Direction) -> FwdParams:
         """The config by a sweep on an H200 (benchmarks/results/nvidia-h200/serving_sweep.json)."""
         wide = power_of_two(max(inputs.head_dim, inputs.value_dim)) > 256
-        block_g = min(power_of_two(inputs.groups), 64)
+        block_g = _block_g(inputs, None)
         rows = 1
         if inputs.longest_q > 1:
             mean = inputs.tokens / max(inputs.sequences, 1)
             rows = max((128 if mean >= 128 and not wide else 64) // block_g, 1)
+            if inputs.latent_dim is not None:
+                # A row more costs 2 · (head_dim + value_dim) FLOPs for each latent of 2 · head_dim bytes: at 64 rows
+                # about what a device computes in the time that it takes to read them. Rows of no token would count.
+                rows = min(rows, power_of_two(math.ceil(mean), 1))
         block_m = max(rows * block_g, MIN_DOT)
         narrow = inputs.dtype.itemsize <= 2
         half = _half(inputs)
@@ -89,7 +102,7 @@ class TritonPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
             return FwdParams(
                 q_blocksize=min(rows, power_of_two(max(inputs.longest_q, 1))),
                 kv_blocksize=block_n,
-                num_key_splits=_splits(inputs, device, rows, block_n, warps),
+                num_key_splits=_splits(inputs, device, rows, block_g, block_n, warps),
                 num_warps=warps,
                 num_stages=stages,
             )
@@ -105,7 +118,13 @@ class TritonPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
         # A latent of 512 fits with 64 keys too, but some versions of Triton then spill (3.9; 3.6 does not).
         sizes = (64, 32, 16) if narrow and not wide else (32, 16)
         fits = (size for size in sizes if not self.config_reasons(inputs, device, direction, params(size)))
-        return params(next(fits, MIN_DOT))
+        best = params(next(fits, MIN_DOT))
+        if inputs.latent_dim is None or not self.config_reasons(inputs, device, direction, best):
+            return best
+        # A card with 99 KB of shared memory has no room for 64 rows of Q beside latents: half of the rows. Eight warps
+        # would load 16 latents without copies that overlap with MMAs.
+        rows, block_g = max(rows * SMALL_BLOCK_M // block_m, 1), min(block_g, SMALL_BLOCK_M)
+        return dataclasses.replace(params(MIN_DOT, 4), blocksize_heads=block_g)
 
     def candidates(self, inputs: PagedInputs, device: Device, direction: Direction) -> Iterable[FwdParams]:
         best = self.heuristic(inputs, device, direction)
@@ -118,8 +137,8 @@ class TritonPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
                 for number in (splits, max(splits // 2, 1), min(2 * splits, MAX_SPLITS)):
                     made.append(
                         FwdParams(
-                            q_blocksize=best.q_blocksize, kv_blocksize=block_n, num_key_splits=number,
-                            num_warps=warps, num_stages=stages,
+                            q_blocksize=best.q_blocksize, kv_blocksize=block_n, blocksize_heads=best.blocksize_heads,
+                            num_key_splits=number, num_warps=warps, num_stages=stages,
                         )
                     )  # fmt: skip
         fits = (params for params in made if not self.config_reasons(inputs, device, direction, params))
@@ -128,7 +147,12 @@ class TritonPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
     def config_reasons(self, inputs: PagedInputs, device: Device, direction: Direction, params: FwdParams) -> list[str]:
         """MMAs need sides of 16, the stages of the pipeline must fit shared memory, and O registers."""
         block_n, why = params.kv_blocksize or 64, []
-        for name, size in (("q_blocksize", params.q_blocksize or 1), ("kv_blocksize", block_n)):
+        heads = params.blocksize_heads or MAX_BLOCK_G
+        for name, size in (
+            ("q_blocksize", params.q_blocksize or 1),
+            ("kv_blocksize", block_n),
+            ("blocksize_heads", heads),
+        ):
             if size != power_of_two(size):
                 why.append(f"{name}={size} must be a power of two")
         if block_n < MIN_DOT:
@@ -136,7 +160,7 @@ class TritonPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
         main, rest = _dims(inputs.head_dim, inputs.value_dim, inputs.latent_dim is not None)
         elements = power_of_two(main) + (power_of_two(rest) if rest else 0)
         elements += 0 if inputs.latent_dim is not None else power_of_two(inputs.value_dim)
-        block_m = max((params.q_blocksize or 1) * min(power_of_two(inputs.groups), 64), MIN_DOT)
+        block_m = max((params.q_blocksize or 1) * _block_g(inputs, params.blocksize_heads), MIN_DOT)
         stored = block_n * elements * inputs.key.dtype.itemsize * (params.num_stages or 1)
         converted = inputs.key.dtype != inputs.dtype and not _half(inputs)
         # Besides the stages: operands of MMAs that are made in registers, that is converted keys and values, and Q and
@@ -161,7 +185,7 @@ def _run(inputs: PagedInputs, params: FwdParams) -> Results:
     from tilewright.kernels.paged_attention.triton import kernels as triton_kernels
 
     tokens, heads, value_dim = inputs.tokens, inputs.heads, inputs.value_dim
-    block_g, block_q = min(power_of_two(inputs.groups), 64), params.q_blocksize or 1
+    block_g, block_q = _block_g(inputs, params.blocksize_heads), params.q_blocksize or 1
     splits = params.num_key_splits or 1
     absent = jnp.zeros((0,), jnp.int32)
     per_sequence = 1
@@ -280,6 +304,11 @@ def _constants(inputs: PagedInputs, params: FwdParams, block_g: int, tiles: int)
     }
 
 
+def _block_g(inputs: PagedInputs, most: int | None) -> int:
+    """Heads of a key head in a program."""
+    return min(power_of_two(inputs.groups), most or MAX_BLOCK_G)
+
+
 def _dims(head_dim: int, value_dim: int, latent: bool) -> tuple[int, int]:
     """Elements of a key in the first MMA, and in the second."""
     return (value_dim, head_dim - value_dim) if latent else (head_dim, 0)
@@ -307,13 +336,13 @@ def _half(inputs: PagedInputs) -> bool:
     return inputs.key.dtype.itemsize == 1 and inputs.dtype.itemsize == 2 and in_pairs
 
 
-def _splits(inputs: PagedInputs, device: Device, block_q: int, block_n: int, warps: int) -> int:
+def _splits(inputs: PagedInputs, device: Device, block_q: int, block_g: int, block_n: int, warps: int) -> int:
     """Splits of the keys so that few long sequences fill the device, only by shapes; lengths are not read."""
     tiles = inputs.sequences * -(-inputs.longest_q // block_q)
     if inputs.cum_q_lens is not None:
         # How tokens are spread is not known: at least a tile for each sequence, at least whole tiles of all tokens.
         tiles = max(inputs.sequences, -(-inputs.tokens // block_q))
-    programs = tiles * inputs.kv_heads * -(-inputs.groups // min(power_of_two(inputs.groups), 64))
+    programs = tiles * inputs.kv_heads * -(-inputs.groups // block_g)
     cores = max(device.cores, 1)
     # A program of one warp counts half.
     enough = programs * min(warps, 2) >= 2 * ENOUGH_PER_CORE * cores
