@@ -28,6 +28,7 @@ from benchmarks.common import record, usable_cores
 from benchmarks.products_and_bytes import data_for, products_and_bytes
 from tilewright.errors import UnsupportedError
 from tilewright.kernels import kernel
+from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.paged_attention.cases import ServingCase
 from tilewright.kernels.paged_attention.inputs import PagedInputs
@@ -49,11 +50,34 @@ _SMALL: dict[str, Any] = {"sequences": 3, "kv_length": 100, "heads": 4, "kv_head
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
-    """A call to measure; ``goal`` is a share of the copy's bandwidth, or None."""
+    """A call to measure.
+
+    Attributes:
+      goal: a share of the copy's bandwidth, or None.
+      lengths: those of the sequences instead of the case's.
+    """
 
     op: str
     case: ServingCase
     goal: float | None = None
+    lengths: tuple[int, ...] | None = None
+
+    def arguments(self) -> Arguments:
+        positional, keywords = self.case.arguments()
+        if self.lengths is not None:  # of ops whose arguments are the query, pages, the table and lengths
+            positional = (*positional[:-1], jnp.asarray(self.lengths, jnp.int32))
+        return positional, keywords
+
+
+def latents_of_lengths(lengths: Sequence[int], **fields: Any) -> Cell:
+    case = MlaCase("", sequences=len(lengths), kv_length=max(lengths), page_size=64, **_LATENT | fields)
+    return Cell("mla_decode", case, lengths=tuple(lengths))
+
+
+def normal_lengths(mean: int) -> list[int]:
+    """Lengths of 128 sequences, distributed as in FlashMLA's tests: with a standard deviation of half the mean."""
+    drawn = np.random.default_rng(0).normal(mean, mean / 2, 128)
+    return np.maximum(drawn.astype(int), 1).tolist()
 
 
 CELLS: dict[str, Cell] = {
@@ -96,6 +120,9 @@ CELLS: dict[str, Cell] = {
         "mla_ragged_page_attention",
         MlaRaggedPageCase("", sequences=1, kv_length=8192, page_size=64, **_LATENT | {"q_lengths": (2048,)}),
     ),
+    **{f"mla_128x{mean}": latents_of_lengths(normal_lengths(mean)) for mean in (1022, 2142, 8128)},
+    "mla_128x2142_16_heads": latents_of_lengths(normal_lengths(2142), heads=16),
+    "mla_17_rows": latents_of_lengths(np.linspace(1000, 30000, 17).astype(int).tolist()),
     "mixed_64": Cell("ragged_page_attention", RaggedPageCase("", sequences=64, kv_length=8192, **_MIXED)),
     "mixed_64_page64": Cell(
         "ragged_page_attention", RaggedPageCase("", sequences=64, kv_length=8192, page_size=64, **_MIXED)
@@ -115,6 +142,7 @@ SMOKE: dict[str, Cell] = {
     "smoke_decode": Cell("page_attention", PageCase("", **_SMALL)),
     "smoke_mixed": Cell("ragged_page_attention", RaggedPageCase("", **_SMALL, q_lengths=(1, 9))),
     "smoke_drafts": Cell("ragged_page_attention", RaggedPageCase("", **_SMALL, q_lengths=(9,), tree=True)),
+    "smoke_lengths": Cell("mla_decode", MlaCase("", **_SMALL | {"kv_heads": 1, "value_dim": 8}), lengths=(1, 100, 37)),
     "smoke_latent": Cell("mla_decode", MlaCase("", **_SMALL | {"kv_heads": 1, "value_dim": 8})),
     "smoke_latent_mixed": Cell(
         "mla_ragged_page_attention",
@@ -139,7 +167,7 @@ class Work:
 
     @classmethod
     def of(cls, cell: Cell) -> "Work":
-        positional, keywords = cell.case.arguments()
+        positional, keywords = cell.arguments()
         op = kernel(cell.op)
         inputs = op.completed(op.prepare(*positional, **keywords))
         return cls(cell, positional, keywords, inputs, *least_work(inputs))
@@ -338,6 +366,7 @@ def run_cell(name: str, cell: Cell, method: Method, copy: float, names: Sequence
         "case": name,
         "op": cell.op,
         "sizes": {f.name: getattr(cell.case, f.name) for f in dataclasses.fields(cell.case)},
+        "lengths": cell.lengths,
         "bytes": work.bytes,
         "flops": work.flops,
         "goal": cell.goal,
