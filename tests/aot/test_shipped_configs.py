@@ -334,9 +334,14 @@ FEW_HEADS: dict[str, dict[str, Any]] = {
 """At most four scalars are spilled, outside of the loop over keys."""
 
 
-def split_or_prefetched(params: Any) -> Any:
-    """How many splits there are, and how far ahead is prefetched, are constants; whether at all decides."""
-    return bool(params.prefetched), params.num_key_splits > 1
+def whether_prefetched(params: Any) -> bool:
+    """How many ranges there are, and how far ahead is prefetched, are constants."""
+    return bool(params.prefetched)
+
+
+def latent_spills(compilation: Compilation) -> int:
+    """Bytes. What the masks of all items need is computed before the first, and spilled there and read in branches."""
+    return 104 if compilation.inputs.q_length > 1 else 36
 
 
 def copies_overlap(compilation: Compilation, reports: Any) -> bool:
@@ -516,7 +521,8 @@ EVERY = (
             ),
         },
         directions=("forward",),
-        distinct=split_or_prefetched,
+        distinct=whether_prefetched,
+        spills=latent_spills,
     ),
     Shipped(
         "ragged_page_attention",

@@ -53,8 +53,8 @@ needs_hopper = pytest.mark.skipif(current_device().capability != (9, 0), reason=
 class TestLatentsOnHopper(LatentConformance):
     backend: ClassVar[Backend] = PallasGpuPagedAttention()
 
-    def params(self, splits: int) -> Any:
-        return HopperLatentParams(splits, splits - 1)  # with and without loads into the L2 cache
+    def params(self, ranges: int) -> Any:
+        return HopperLatentParams(ranges, ranges - 1)  # with and without loads into the L2 cache
 
 
 @needs_hopper
@@ -63,6 +63,35 @@ def test_latents_of_real_sizes_repeat_bit_for_bit(heads: int, q_length: int) -> 
     """Often: a slot that is overwritten while a product reads it shows now and then."""
     inputs = latent_inputs(sequences=64, kv_length=4096, heads=heads, q_lengths=(q_length,))
     check_and_repeat(PallasGpuPagedAttention(), inputs, 50)
+
+
+def drawn_lengths(sequences: int, mean: int) -> list[int]:
+    draw = np.random.default_rng(0).normal(mean, mean / 2, sequences)
+    return np.maximum(draw.astype(int), 1).tolist()
+
+
+UNEQUAL: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "mean 1022": (drawn_lengths(128, 1022), {}),
+    "mean 2142": (drawn_lengths(128, 2142), {}),
+    "17 rows": (np.linspace(1000, 30000, 17).astype(int).tolist(), {}),
+    "one long among short ones": ([1, 64, 63, 65, 0, 128, 127] * 9 + [60000] + [700] * 40, {}),
+    "one": ([100000], {}),
+    "more sequences than CTAs": (drawn_lengths(400, 500), {}),
+    "few heads": (drawn_lengths(64, 3000), {"heads": 16}),
+    "sinks": (drawn_lengths(90, 2000), {"sinks": 1}),
+    "several tokens": (drawn_lengths(40, 2000), {"q_lengths": (3,), "heads": 64}),
+    "keys ahead": (drawn_lengths(40, 2000), {"q_lengths": (5,), "causal": False, "sliding_window": (None, 2)}),
+    "float16, large pages": (drawn_lengths(40, 3000), {"dtype": "float16", "page_size": 256}),
+}
+
+
+@needs_hopper
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_latents_of_unequal_lengths(name: str) -> None:
+    """Sequences that are cut where the range of a CTA ends, in as many places as on a whole card."""
+    lengths, fields = UNEQUAL[name]
+    sizes = {"sequences": len(lengths), "kv_length": max(lengths), "heads": 128}
+    check_and_repeat(PallasGpuPagedAttention(), latent_inputs(lengths, **sizes | fields), 20)
 
 
 def check_and_repeat(backend: Any, inputs: PagedInputs, runs: int) -> None:

@@ -15,6 +15,7 @@ from tests.kernels.paged_attention.conformance import (
     inputs_of,
     with_unseen_keys,
 )
+from tilewright.kernels.paged_attention.hopper import latent_work
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
 from tilewright.ops.types import Direction
@@ -52,13 +53,18 @@ def latent_inputs(lengths: Any = None, **fields: Any) -> PagedInputs:
 
 
 class LatentConformance(CacheConformance):
-    """A backend of pages of latents of 512 and 64; ``params`` gives those for some parts of a sequence's keys."""
+    """A backend of pages of latents of 512 and 64; ``params`` gives those for some ranges of all keys."""
 
-    # One part and several take turns.
-    cases = tuple((name, 1 + 2 * (index % 2)) for index, name in enumerate(CALLS))
-    repeated = ("one head", 1)
+    cases = tuple((name, (3, 1, 2)[index % 3]) for index, name in enumerate(CALLS))
+    repeated = ("one head", 3)
     poisons = ("pages",)
-    splits = 1
+    ranges = 1
+
+    @pytest.fixture(autouse=True)
+    def short_ranges(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Sequences of few blocks are cut, too."""
+        monkeypatch.setattr(latent_work, "ITEM_OVERHEAD", 1)
+        monkeypatch.setattr(latent_work, "MIN_RANGE", 2)
 
     @staticmethod
     def describe(case: Any) -> str:
@@ -68,7 +74,7 @@ class LatentConformance(CacheConformance):
         return latent_inputs(**CALLS[case[0]])
 
     def params_of(self, inputs: PagedInputs) -> tuple[Any, Any]:
-        return self.params(self.splits), None
+        return self.params(self.ranges), None
 
     def reasons(self, inputs: Any, direction: Direction) -> list[str]:
         found = super().reasons(inputs, direction)
@@ -76,30 +82,39 @@ class LatentConformance(CacheConformance):
         return found
 
     def poisoned(self, poison: str) -> Poisoned:
-        self.splits = 2
+        self.ranges = 3
         inputs = latent_inputs([130, 64, 0, 191], sequences=4)
         return Poisoned((inputs, None), (with_unseen_keys(inputs), None))
 
     def test_results_and_gradients(self, case: Any):
-        self.splits = case[1]
+        self.ranges = case[1]
         super().test_results_and_gradients(case)
 
-    def test_more_splits_than_tiles(self):
-        self.splits = 7
-        self.run_and_check(latent_inputs([70, 256]))
+    @pytest.mark.parametrize(
+        ("lengths", "ranges", "fields"),
+        [
+            ([70, 256], 7, {}),  # more ranges than there is work for
+            ([400], 6, {"sinks": 1}),  # one sequence in more parts than are loaded at once
+            ([5, 64, 500, 1, 0, 130], 5, {"heads": 2}),  # a long one among short ones
+            ([600, 250], 3, {"q_lengths": (3,), "heads": 40}),  # a range within a sequence; row tiles
+        ],
+    )
+    def test_cuts(self, lengths: list[int], ranges: int, fields: dict[str, Any]):
+        self.ranges = ranges
+        self.run_and_check(latent_inputs(lengths, **{"sequences": len(lengths), "kv_length": max(lengths)} | fields))
 
-    @pytest.mark.parametrize(("q_length", "splits"), [(1, 1), (3, 2)])
-    def test_lengths(self, q_length: int, splits: int):
+    @pytest.mark.parametrize(("q_length", "ranges"), [(1, 1), (3, 4)])
+    def test_lengths(self, q_length: int, ranges: int):
         """Around a page's end, beyond the table, and none at all."""
-        self.splits = splits
+        self.ranges = ranges
         lengths = [0, 1, 63, 64, 65, 127, 128, 256, 257, 1 << 30, 2**31 - 1, -5, -(2**31)]
         inputs = latent_inputs(lengths, sequences=len(lengths), q_lengths=(q_length,))
         check_rows_without_keys(self.run_and_check(inputs), lengths, q_length)
 
-    @pytest.mark.parametrize(("seed", "splits"), [(0, 1), (1, 2), (2, 1)])
-    def test_hostile_tables(self, seed: int, splits: int):
+    @pytest.mark.parametrize(("seed", "ranges"), [(0, 1), (1, 2), (2, 3)])
+    def test_hostile_tables(self, seed: int, ranges: int):
         """Any page numbers and lengths; page 0 is in no table."""
-        self.splits = splits
+        self.ranges = ranges
         inputs = latent_inputs(sequences=4, page_size=(64, 128)[seed % 2], q_lengths=(1 + seed,))
         self.run_on_hostile(hostile(inputs, seed, [0, 5, 71, 200, 1000, -3, 2**31 - 1], own=3, first=1))
 
@@ -111,7 +126,8 @@ class LatentConformance(CacheConformance):
         inputs = latent_inputs([100, 3])
         queries = jnp.stack([inputs.query, 2 * inputs.query])
         with type(self).machine():
-            run = lambda query: self.backend.forward(inputs.replace(query=query), self.params(1))
+            run = lambda query: self.backend.forward(inputs.replace(query=query), self.params(2))
             mapped = jax.block_until_ready(jax.jit(jax.vmap(run))(queries))
         one = inputs.replace(query=queries[1])
+        self.ranges = 2
         check_same({"out": mapped[0][1], "lse": mapped[1][1]}, self.compiled(one)(one, None))

@@ -14,8 +14,11 @@ from tests.kernels.hopper.schedule import check_schedules
 from tests.kernels.paged_attention.conformance import check
 from tests.kernels.paged_attention.latent_conformance import LatentConformance, latent_inputs
 from tests.support.mosaic_interpret import interpret_mosaic
-from tilewright.kernels.paged_attention.hopper import latent_backend as pallas_gpu
-from tilewright.kernels.paged_attention.hopper.latent_backend import HopperLatentParams, PallasGpuPagedAttention
+from tilewright.kernels.paged_attention.hopper.latent_backend import (
+    HopperLatentParams,
+    PallasGpuPagedAttention,
+    filling_ranges,
+)
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaDecode
 from tilewright.ops.utils.serialize import from_json, to_json
@@ -30,12 +33,12 @@ class TestPallasGpu(LatentConformance):
     device = H100
     machine = staticmethod(interpret_mosaic)
 
-    def params(self, splits: int) -> Any:
-        return HopperLatentParams(splits, splits - 1)  # with and without loads into the L2 cache
+    def params(self, ranges: int) -> Any:
+        return HopperLatentParams(ranges, ranges - 1)  # with and without loads into the L2 cache
 
 
-def forward(inputs: PagedInputs, splits: int = 1) -> Any:
-    return BACKEND.forward(inputs, HopperLatentParams(splits))
+def forward(inputs: PagedInputs, ranges: int = 1) -> Any:
+    return BACKEND.forward(inputs, HopperLatentParams(ranges))
 
 
 HOSTILE = {"heads": 64, "q_lengths": (2,), "sequences": 2}
@@ -49,19 +52,21 @@ def hostile_inputs(**fields: Any) -> PagedInputs:
     return dataclasses.replace(inputs, page_table=table, kv_lengths=jnp.asarray([250, 3], jnp.int32))
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_races(splits: int):
-    inputs = hostile_inputs()
+@pytest.mark.parametrize("ranges", [1, 3])
+def test_races(ranges: int):
+    """Several items of a CTA, some of them cut."""
+    inputs = hostile_inputs(kv_length=640)
+    inputs = dataclasses.replace(inputs, kv_lengths=jnp.asarray([250, 450], jnp.int32))
     with interpret_mosaic(detect_races=True):
-        got = jax.block_until_ready(jax.jit(functools.partial(forward, splits=splits))(inputs))
+        got = jax.block_until_ready(jax.jit(functools.partial(forward, ranges=ranges))(inputs))
     check(got, inputs)
 
 
-@pytest.mark.parametrize(("lengths", "splits"), list(itertools.product([[1000, 3], [640, 0], [65, 64]], [1, 2])))
-def test_barriers(lengths: list[int], splits: int):
+@pytest.mark.parametrize(("lengths", "ranges"), list(itertools.product([[1000, 3], [640, 0], [65, 64]], [1, 2, 3])))
+def test_barriers(lengths: list[int], ranges: int):
     """More tiles than stages; the checker follows known lengths and tables."""
     inputs = dataclasses.replace(hostile_inputs(kv_length=640), kv_lengths=jnp.asarray(lengths, jnp.int32))
-    assert check_schedules(functools.partial(forward, splits=splits), inputs) > 100
+    assert check_schedules(functools.partial(forward, ranges=ranges), inputs) > 100
 
 
 def structs_of(**fields: Any) -> PagedInputs:
@@ -106,13 +111,34 @@ def test_reasons_of_devices_and_directions():
 def test_params():
     params = HopperLatentParams(3, 1)
     assert from_json(to_json(params), HopperLatentParams) == params
-    for wrong in (0, 65, True, 2.0):
-        with pytest.raises(ValueError, match="num_key_splits"):
+    for wrong in (0, 1025, True, 2.0):
+        with pytest.raises(ValueError, match="ranges"):
             HopperLatentParams(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prefetched"):
         HopperLatentParams(1, -1)
 
 
+def test_params_of_version_0_1():
+    """Splits of each sequence became ranges of all of them: as many as fill the device."""
+    text = to_json(HopperLatentParams(None, 4)).replace('"ranges": null', '"num_key_splits": 8')
+    assert "num_key_splits" in text
+    assert from_json(text, HopperLatentParams) == HopperLatentParams(None, 4)
+
+
 def test_few_long_sequences_fill_the_card():
-    best = BACKEND.heuristic(structs_of(sequences=1, kv_length=1 << 17, heads=128), H100, "forward")
-    assert H100.cores * 0.8 <= 2 * best.num_key_splits <= pallas_gpu.MAX_SPLITS * 2
+    inputs = structs_of(sequences=1, kv_length=1 << 17, heads=128)
+    (footprint,) = BACKEND.footprints(inputs, H100, "forward", BACKEND.heuristic(inputs, H100, "forward"))
+    assert footprint.blocks == H100.cores
+
+
+def test_row_tiles_that_do_not_divide_the_card():
+    """70 of them: several rounds of CTAs, or half of the card would idle."""
+    ranges = filling_ranges(structs_of(sequences=4, kv_length=1 << 16, heads=70, q_lengths=(64,)), H100)
+    rounds = 70 * ranges / H100.cores
+    assert rounds / -(-rounds // 1) > 0.9
+
+
+def test_blocks_beyond_int32_are_declined():
+    inputs = structs_of()
+    many = dataclasses.replace(inputs, page_table=jax.ShapeDtypeStruct((2, 1 << 30), jnp.int32))
+    assert "blocks" in BACKEND.not_supported_reasons(many, H100, "forward")[0]

@@ -1,9 +1,14 @@
 """Multi-head latent attention over pages on Hopper: what TMA loads once is K of one MMA and V of another.
 
-A CTA (a Pallas program) has 64 query rows (token by token, its heads) and one split of their keys; a step is a block of
-64 latents. O of 64 × 512 does not fit the registers of one warpgroup, so two consumers share it by columns: the first
-computes the scores of all columns, the softmax and the left half of O, and hands P and alpha through shared memory to
-the second, which computes the right half. A third warpgroup is the producer.
+A work item is 64 query rows of a sequence (token by token, its heads) and a part of their keys; a step is a block of
+64 latents. The blocks of all sequences are cut to equal ranges (`latent_ranges`), and a CTA (a Pallas program) goes
+through the items of a range, one for each sequence that the range has blocks of. CTAs of one range and different rows
+are neighbours: at any time they read the same latents, which so come from the L2 cache for all but one. Items that have
+all keys of their rows store results, others float32 parts of them, which `latent_combine` reads.
+
+O of 64 × 512 does not fit the registers of one warpgroup, so two consumers share it by columns: the first computes the
+scores of all columns, the softmax and the left half of O, and hands P and alpha through shared memory to the second,
+which computes the right half. A third warpgroup is the producer.
 
 =======  ==================================================  ===================  =====================================
 symbol   meaning                                             shape                where it lives
@@ -21,21 +26,23 @@ alpha    exp2(m before the step − m): rescales l and O       [64] float32     
 O        PV: the left 256 columns, the right 256             2 × [64, 256] f32    registers of each consumer
 =======  ==================================================  ===================  =====================================
 
-One CTA of T steps; time runs to the right, and what stands below each other overlaps. L, R and r are the parts of C::
+One item of T steps; time runs to the right, and what stands below each other overlaps. L, R and r are the parts of C::
 
-    producer       Q  R0 r0 L0  R1 r1 L1       R2 r2 L2         ...
+    producer       R0 r0 L0  Q  R1 r1 L1       R2 r2 L2         ...                              R0' r0' L0'  Q' ...
     first, MMA            S0        S1 P0·L0         S2 P1·L1   ...   P(T-1)·L(T-1)
     first, ALU               P0           P1 · αO          P2   ...                  O / l, lse -> store
     second, MMA                   P0·R0            P1·R1        ...   P(T-1)·R(T-1)
     second, ALU                           αO               αO   ...                  O / l -> store
 
 S of step i and the left PV of step i−1 are issued together (Shah et al., "FlashAttention-3", 2024, section 3.2), so
-that the softmax of step i runs beside MMAs of both consumers.
+that the softmax of step i runs beside MMAs of both consumers. The first latents of the next item are loaded while this
+one ends, its Q as soon as the output, which takes the place of Q, has been stored.
 """
 
 import dataclasses
 import functools
-from typing import NamedTuple, Self
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.experimental.pallas as pl
@@ -45,9 +52,10 @@ from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
-from tilewright.kernels.hopper.limits import REGISTERS
+from tilewright.kernels.hopper.limits import NARROW_REGISTERS
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.softmax import (
+    LOG2E,
     AttentionResults,
     SoftmaxTile,
     initial_statistics,
@@ -67,9 +75,13 @@ from tilewright.kernels.paged_attention.hopper.latent_work import (
     VALUE_DIM,
     LatentCall,
     LatentPlan,
+    LatentRanges,
     LatentScratch,
     LatentWork,
-    work_of_program,
+    number_of_range,
+    part_of_item,
+    sequences_of_range,
+    work_of_item,
 )
 
 STEP_BITS = 24
@@ -92,41 +104,71 @@ class LatentOperands[Operand](NamedTuple):
     pages: Operand
     page_table: Operand
     lengths: Operand
+    sinks: Operand | None
+    ranges: LatentRanges[Operand]
+
+
+class LatentResults[Result](NamedTuple):
+    """Results of `latent_kernel`.
+
+    Attributes:
+      whole: of rows, undefined for sequences that are cut.
+      parts: of the cut sequences' items, for `latent_combine`; None if there is only one range.
+    """
+
+    whole: AttentionResults[Result]
+    parts: AttentionResults[Result] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LatentContext:
-    """Everything that a warpgroup role needs.
+class LatentKernel:
+    """The references of a warpgroup, for all items of its CTA."""
+
+    call: LatentCall
+    dtype: DTypeLike
+    operands: LatentOperands[Ref]
+    results: LatentResults[Ref]
+    scratch: LatentScratch[Ring, Ref]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatentContext(LatentKernel):
+    """Everything that a warpgroup role needs of an item: the rings count its steps, and its Q, from 0.
 
     Attributes:
       my_rows: rows of the sequence that this CTA has.
       zero: a 0 that is not a constant: JAX 0.12 refuses a slice that it can see to exceed an array.
     """
 
-    call: LatentCall
-    dtype: DTypeLike
-    operands: LatentOperands[Ref]
-    results: AttentionResults[Ref]
-    scratch: LatentScratch[Ring, Ref]
     work: LatentWork
-    warpgroup: jax.Array
     my_rows: pl.Slice
     zero: jax.Array
 
     @classmethod
-    def of_program(
-        cls,
-        call: LatentCall,
-        dtype: DTypeLike,
-        operands: LatentOperands[Ref],
-        results: AttentionResults[Ref],
-        scratch: LatentScratch[Ring, Ref],
-    ) -> Self:
-        """The context of this CTA."""
-        work = work_of_program(call, lax.axis_index("program"), operands.lengths)
-        warpgroup = lax.axis_index("warpgroup")
-        my_rows = pl.ds(work.row_tile * ROWS, ROWS)
-        return cls(call, dtype, operands, results, scratch, work, warpgroup, my_rows, zero=warpgroup * 0)
+    def of_item(cls, kernel: LatentKernel, work: LatentWork, number: Scalar, first: Scalar) -> Self:
+        """The context of item ``number`` of this CTA, whose step 0 is step ``first`` of the rings of latents."""
+        scratch = kernel.scratch
+        return cls(
+            call=kernel.call,
+            dtype=kernel.dtype,
+            operands=kernel.operands,
+            results=kernel.results,
+            scratch=scratch._replace(
+                q_left=scratch.q_left.after(number),
+                q_right=scratch.q_right.after(number),
+                q_rest=scratch.q_rest.after(number),
+                left=scratch.left.after(first),
+                right=scratch.right.after(first),
+                rest=scratch.rest.after(first),
+            ),
+            work=work,
+            my_rows=pl.ds(work.row_tile * ROWS, ROWS),
+            zero=lax.axis_index("warpgroup") * 0,
+        )
+
+    def part(self) -> jax.Array:
+        """Index of the partial results, −1 without; read at the end of an item, as a register would be spilled."""
+        return part_of_item(self.call, self.operands.ranges, self.operands.lengths, self.work.sequence)
 
     def page_of(self, step: Scalar) -> jax.Array:
         """Entry of the page table for a step; after the last step, that of the last one."""
@@ -147,12 +189,30 @@ class LatentContext:
         return jnp.where(self.exists(page), self.work.visible_end - (self.work.first + step) * BLOCK_K, 0)
 
 
+def for_each_item(kernel: LatentKernel, role: Callable[[LatentContext], None]) -> None:
+    """Calls the role of a warpgroup for each item of this CTA."""
+    call, ranges, lengths = kernel.call, kernel.operands.ranges, kernel.operands.lengths
+    begin, end = sequences_of_range(ranges, number_of_range(call))
+
+    def one(sequence: Scalar, first: Scalar) -> Scalar:
+        work = work_of_item(call, ranges, lengths, sequence)
+        role(LatentContext.of_item(kernel, work, sequence - begin, first))
+        return first + work.total
+
+    lax.fori_loop(begin, end, one, jnp.int32(0))
+
+
 # The producer.
 
 
-def run_producer(ctx: LatentContext) -> None:
-    """Loads Q, and the latents of all steps of this CTA."""
-    plgpu.set_max_registers(REGISTERS[CONSUMERS].producer, action="decrease")
+def run_producer(kernel: LatentKernel) -> None:
+    """Loads Q and latents of all items of this CTA."""
+    plgpu.set_max_registers(NARROW_REGISTERS.producer, action="decrease")
+    for_each_item(kernel, produce_item)
+
+
+def produce_item(ctx: LatentContext) -> None:
+    """Loads Q, and the latents of all steps of the item."""
     scratch, work = ctx.scratch, ctx.work
 
     def load_latents(step: Scalar, page: Scalar) -> jax.Array:
@@ -166,9 +226,12 @@ def run_producer(ctx: LatentContext) -> None:
         load_part(ctx, scratch.left, LEFT, step, page)
         return next_page
 
-    for ring, columns in ((scratch.q_left, LEFT), (scratch.q_right, RIGHT), (scratch.q_rest, REST)):
+    if ctx.call.prefetched:  # while the item before still occupies the slots
+        lax.fori_loop(0, ctx.call.prefetched, lambda step, _: prefetch_latents(ctx, step), None)
+    page = load_latents(ctx.zero, ctx.page_of(ctx.zero))
+    for ring, columns in ((scratch.q_rest, REST), (scratch.q_left, LEFT), (scratch.q_right, RIGHT)):
         ring.load_from_dram(0, ctx.operands.query.at[work.sequence, ctx.my_rows, columns])
-    lax.fori_loop(0, work.total, load_latents, ctx.page_of(ctx.zero))
+    lax.fori_loop(1, work.total, load_latents, page)
 
 
 def load_part(ctx: LatentContext, ring: Ring, columns: pl.Slice, step: Scalar, page: Scalar) -> None:
@@ -183,7 +246,7 @@ def prefetch_latents(ctx: LatentContext, step: Scalar) -> None:
     """Prefetches the latents of a step to the L2 cache.
 
     A slot is released shortly before its next latents are needed, too late for a load from device memory. CTAs of one
-    sequence run side by side, so only the first one prefetches.
+    range run side by side, so only the first one prefetches.
     """
     page, row = ctx.page_of(step), ctx.row_of(step)
     wanted = ctx.exists(page) & (step < ctx.work.total) & (ctx.work.row_tile == 0)
@@ -195,31 +258,48 @@ def prefetch_latents(ctx: LatentContext, step: Scalar) -> None:
 # The first consumer.
 
 
-def run_first_consumer(ctx: LatentContext) -> None:
+def run_first_consumer(kernel: LatentKernel) -> None:
     """Computes the softmax, the left half of out, and lse."""
-    plgpu.set_max_registers(REGISTERS[CONSUMERS].consumer, action="increase")
-    pl.run_scoped(functools.partial(attend_left, ctx), plgpu.ACC((ROWS, HALF), jnp.float32))
+    run_consumer(kernel, attend_left)
 
 
 def attend_left(ctx: LatentContext, acc: Ref) -> None:
-    """All steps of the first consumer; ``acc`` is the left half of O."""
+    """All steps of the first consumer in an item; ``acc`` is the left half of O."""
     scratch, work = ctx.scratch, ctx.work
     page = ctx.page_of(ctx.zero)
     carry = (*first_step(ctx, page), ctx.page_of(ctx.zero + 1))
     m, row_sum, _ = lax.fori_loop(1, work.total, functools.partial(left_step, ctx, acc), carry)
     plgpu.wgmma(acc, p_tile(ctx, work.total - 1), scratch.left.get_mma_tile(work.total - 1))
-    scale = normaliser(row_sum)
+    scale, lse = normalised(ctx, m, row_sum)
     # Stored before the wait for the last PV, so that the second consumer has it in time. Threads write and read it: the
     # barrier orders them, and no async-proxy fence is needed.
     scratch.scales[NORMALISER, :] = scale
     plgpu.barrier_arrive(scratch.finished)
-    lse = row_lse(m, row_sum)
     out = acc[...] * across(scale, HALF)
     scratch.rest.release(work.total - 1)
     scratch.left.release(work.total - 1)
-    store_half(ctx, out, 0, scratch.q_left.get_mma_tile(0))
-    split = (work.split, work.sequence) if ctx.call.partial else (work.sequence,)
-    ctx.results.lse.at[(*split, ctx.my_rows)][...] = lse
+    # S of the last step, which was the last to read it, is complete.
+    scratch.q_rest.release(0)
+
+    def store(results: AttentionResults[Ref], index: Scalar) -> None:
+        results.lse.at[index, ctx.my_rows][...] = lse
+
+    by_kind(ctx, store)
+    store_half(ctx, out, LEFT, scratch.q_left)
+
+
+def normalised(ctx: LatentContext, m: jax.Array, row_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The factor that normalises O, and lse; with sinks if the item has all keys of its rows."""
+    if ctx.operands.sinks is None:
+        return normaliser(row_sum), row_lse(m, row_sum)
+    sinks = plgpu.load(ctx.operands.sinks.at[ctx.my_rows], layout=row_layout(), optimized=False)
+    # Those of parts are added when these are combined.
+    sinks = sinks * LOG2E + jnp.where(ctx.part() < 0, 0.0, -jnp.inf)
+    maximum = jnp.maximum(m, sinks)
+    shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+    factor = jnp.exp2(m - shift)
+    total = row_sum * factor + jnp.exp2(sinks - shift)
+    return factor * normaliser(total), row_lse(maximum, total)
 
 
 def first_step(ctx: LatentContext, page: Scalar) -> tuple[jax.Array, jax.Array]:
@@ -343,14 +423,13 @@ def store_p_to_smem(ctx: LatentContext, step: Scalar, tile: SoftmaxTile) -> None
 # The second consumer.
 
 
-def run_second_consumer(ctx: LatentContext) -> None:
+def run_second_consumer(kernel: LatentKernel) -> None:
     """Computes the right half of out."""
-    plgpu.set_max_registers(REGISTERS[CONSUMERS].consumer, action="increase")
-    pl.run_scoped(functools.partial(attend_right, ctx), plgpu.ACC((ROWS, HALF), jnp.float32))
+    run_consumer(kernel, attend_right)
 
 
 def attend_right(ctx: LatentContext, acc: Ref) -> None:
-    """All steps of the second consumer; ``acc`` is the right half of O."""
+    """All steps of the second consumer in an item; ``acc`` is the right half of O."""
     scratch, right, rest = ctx.scratch, ctx.scratch.right, ctx.scratch.rest
 
     def one_step(step: Scalar, page: Scalar) -> jax.Array:
@@ -374,10 +453,31 @@ def attend_right(ctx: LatentContext, acc: Ref) -> None:
     # Also: the last S is complete, so the output may take the place of `q_right`.
     plgpu.barrier_wait(scratch.finished)
     scale = plgpu.load(scratch.scales.at[NORMALISER], layout=row_layout())
-    store_half(ctx, acc[...] * across(scale, HALF), HALF, scratch.q_right.get_mma_tile(0))
+    store_half(ctx, acc[...] * across(scale, HALF), RIGHT, scratch.q_right)
 
 
 # Both consumers.
+
+
+def run_consumer(kernel: LatentKernel, attend: Callable[[LatentContext, Ref], None]) -> None:
+    """Calls ``attend(ctx, acc)`` for each item of this CTA."""
+    plgpu.set_max_registers(NARROW_REGISTERS.consumer, action="increase")
+
+    def consume_item(ctx: LatentContext) -> None:
+        pl.run_scoped(functools.partial(attend, ctx), plgpu.ACC((ROWS, HALF), jnp.float32))
+
+    for_each_item(kernel, consume_item)
+
+
+def by_kind(ctx: LatentContext, store: Callable[[AttentionResults[Ref], Scalar], None]) -> None:
+    """Calls ``store`` with the results of rows, or with the partial results, whichever the item has, and its index."""
+    parts = ctx.results.parts
+    if parts is None:
+        store(ctx.results.whole, ctx.work.sequence)
+        return
+    part = ctx.part()
+    pl.when(part < 0)(lambda: store(ctx.results.whole, ctx.work.sequence))
+    pl.when(part >= 0)(lambda: store(parts, part))
 
 
 def clear_masked_values(ctx: LatentContext, ring: Ring, step: Scalar, page: Scalar) -> None:
@@ -398,58 +498,80 @@ def clear_masked_values(ctx: LatentContext, ring: Ring, step: Scalar, page: Scal
         plgpu.commit_smem()
 
 
-def store_half(ctx: LatentContext, out: jax.Array, start: int, smem: Ref) -> None:
-    """Stores 256 columns of the output from column ``start`` on.
+def store_half(ctx: LatentContext, out: jax.Array, columns: pl.Slice, query: Ring) -> None:
+    """Stores 256 columns of the output, and releases the part of Q whose place it took.
 
     Args:
       out: normalised, ``[64, 256]`` float32.
-      smem: a part of Q, which no MMA reads any more: the output waits there for its TMA store.
+      query: a part of Q, which no MMA reads any more: the output waits there for its TMA store.
     """
-    result, work, columns = ctx.results.out, ctx.work, pl.ds(start, HALF)
-    if ctx.call.partial:
-        result.at[work.split, work.sequence, ctx.my_rows, columns][...] = out
-        return
-    smem[...] = out.astype(ctx.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem, result.at[work.sequence, ctx.my_rows, columns])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def store(results: AttentionResults[Ref], index: Scalar) -> None:
+        target = results.out.at[index, ctx.my_rows, columns]
+        if results is not ctx.results.whole:
+            query.release(0)
+            target[...] = out
+            return
+        smem = query.get_mma_tile(0)
+        smem[...] = out.astype(ctx.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, target)
+        # The next Q is loaded into the same place.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        query.release(0)
+
+    by_kind(ctx, store)
 
 
 # The launch.
 
 
 def latent_kernel(
-    query: jax.Array, pages: jax.Array, page_table: jax.Array, lengths: jax.Array, *, call: LatentCall
-) -> AttentionResults[jax.Array]:
-    """Computes out and lse of rows: ``[sequences, rows, 512]``, float32 ``[sequences, row_tiles · 64]``.
+    query: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    sinks: jax.Array | None,
+    ranges: LatentRanges[jax.Array],
+    *,
+    call: LatentCall,
+) -> LatentResults[jax.Array]:
+    """Computes out and lse of rows, ``[sequences, rows, 512]`` and float32 ``[sequences, padded_rows]``, and parts.
 
-    With ``call.partial``, ``[splits, sequences, row_tiles · 64, 512]`` in float32 and
-    ``[splits, sequences, row_tiles · 64]``.
+    Those are float32 ``[2 · ranges, padded_rows, 512]`` and ``[2 · ranges, padded_rows]``.
 
     Args:
       query: ``[sequences, rows, 576]``, padded to a multiple of 8 rows for TMA: those beyond ``call.rows`` may hold
-      anything, and so may their results.
+        anything, and so may their results.
       pages: ``[num_pages, page_size, 576]``.
       page_table: ``[sequences · columns]`` int32.
       lengths: ``[sequences]`` int32.
+      sinks: float32 ``[padded_rows]``, the logarithm of the sum of the exponentials of a row's sinks.
+      ranges: of `latent_ranges`.
     """
-    dtype = query.dtype
+    dtype, float32 = query.dtype, jnp.float32
 
-    def body(operands: LatentOperands[Ref], results: AttentionResults[Ref], scratch: LatentScratch[Ring, Ref]) -> None:
-        ctx = LatentContext.of_program(call, dtype, operands, results, scratch)
-        pl.when(ctx.warpgroup == FIRST)(functools.partial(run_first_consumer, ctx))
-        pl.when(ctx.warpgroup == SECOND)(functools.partial(run_second_consumer, ctx))
-        pl.when(ctx.warpgroup == PRODUCER)(functools.partial(run_producer, ctx))
+    def body(operands: LatentOperands[Ref], results: LatentResults[Ref], scratch: LatentScratch[Ring, Ref]) -> None:
+        kernel = LatentKernel(call, dtype, operands, results, scratch)
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when(warpgroup == FIRST)(functools.partial(run_first_consumer, kernel))
+        pl.when(warpgroup == SECOND)(functools.partial(run_second_consumer, kernel))
+        pl.when(warpgroup == PRODUCER)(functools.partial(run_producer, kernel))
 
-    rows = call.row_tiles * ROWS
-    if call.partial:
-        parts: tuple[int, ...] = (call.splits, call.sequences, rows)
-        out = jax.ShapeDtypeStruct((*parts, VALUE_DIM), jnp.float32)
-    else:
-        parts = (call.sequences, rows)
-        out = jax.ShapeDtypeStruct((call.sequences, query.shape[1], VALUE_DIM), dtype)
-    operands = LatentOperands[object](query, pages, page_table, lengths)
-    results = AttentionResults(out, jax.ShapeDtypeStruct(parts, jnp.float32))
-    num_ctas = call.sequences * call.splits * call.row_tiles
-    scratch = LatentPlan(dtype).scratch()
-    return run_kernel(body, operands, results, scratch, role="attend", num_ctas=num_ctas, warpgroups=WARPGROUPS)
+    whole = AttentionResults(
+        jax.ShapeDtypeStruct((call.sequences, query.shape[1], VALUE_DIM), dtype),
+        jax.ShapeDtypeStruct((call.sequences, call.padded_rows), float32),
+    )
+    parts = AttentionResults(
+        jax.ShapeDtypeStruct((2 * call.ranges, call.padded_rows, VALUE_DIM), float32),
+        jax.ShapeDtypeStruct((2 * call.ranges, call.padded_rows), float32),
+    )
+    return run_kernel(
+        body,
+        LatentOperands[Any](query, pages, page_table, lengths, sinks, ranges),
+        LatentResults[Any](whole, parts if call.ranges > 1 else None),
+        LatentPlan(dtype).scratch(),
+        role="attend",
+        num_ctas=call.ranges * call.row_tiles,
+        warpgroups=WARPGROUPS,
+    )

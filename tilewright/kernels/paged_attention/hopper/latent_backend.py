@@ -1,11 +1,9 @@
 """Multi-head latent attention on Hopper in Pallas Mosaic GPU: support, configs, and the call of the kernel."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper.device import device_reasons, dtype_reasons, num_sms
 from tilewright.kernels.hopper.limits import SWIZZLE_ROWS, WARPGROUP_THREADS
@@ -15,45 +13,60 @@ from tilewright.kernels.op.backend import InferenceBackend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.paged_attention.hopper.latent import WARPGROUPS, latent_kernel
-from tilewright.kernels.paged_attention.hopper.latent_work import BLOCK_K, LATENT_DIM, VALUE_DIM, LatentCall, LatentPlan
+from tilewright.kernels.paged_attention.hopper.latent_combine import combine_parts
+from tilewright.kernels.paged_attention.hopper.latent_work import (
+    BLOCK_K,
+    ITEM_OVERHEAD,
+    LATENT_DIM,
+    MIN_RANGE,
+    VALUE_DIM,
+    LatentCall,
+    LatentPlan,
+    latent_ranges,
+)
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.results import Results, empty_forward, run_with_sequential_vmap
 from tilewright.ops.types import Device, Direction
-from tilewright.ops.utils.stable_ids import stable_id
+from tilewright.ops.utils.device import current_device
+from tilewright.ops.utils.stable_ids import Fields, stable_id
 
-ITEM_OVERHEAD = 4
-"""Cost of a CTA besides its steps, in steps: its first loads, which overlap with nothing, and its output."""
+MAX_RANGES = 1024
 
-COMBINE_OVERHEAD = 6
-"""Cost of the launch that combines splits, in steps."""
+MAX_ROUNDS = 8
+"""Rounds of CTAs from which it does not matter that the last one is not full."""
 
-MIN_TILES = 2
-"""Steps that a split should have at least, because its partial results are written and read again."""
+MAX_BLOCKS = 1 << 30
+"""Blocks of all sequences, and the ends of ranges, are counted in int32."""
 
-MAX_SPLITS = 64
+
+def _without_splits(fields: Fields) -> Fields:
+    """The fields from those of versions before 0.2, which cut every sequence to as many splits."""
+    return {name: value for name, value in fields.items() if name != "num_key_splits"}
 
 
 @stable_id(
     "tilewright/paged_attention.HopperLatentParams",
     formerly=("tilewright.kernels.paged_attention.pallas_gpu:HopperLatentParams",),
+    converted=_without_splits,
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class HopperLatentParams:
     """Config of the kernel.
 
     Attributes:
-      num_key_splits: CTAs that share the keys of 64 query rows; their partial results are combined afterwards.
+      ranges: equal ranges to which the keys of all sequences are cut, a CTA for each range and 64 query rows of a
+        sequence; None for as many as fill the device.
       prefetched: steps ahead of its load that a latent is prefetched to the L2 cache, 0 for no prefetch.
     """
 
-    num_key_splits: int = 1
+    ranges: int | None = None
     prefetched: int = 2
 
     def __post_init__(self) -> None:
         if type(self.prefetched) is not int or not 0 <= self.prefetched <= 16:
             raise ValueError(f"0 to 16 tiles are prefetched, got {self.prefetched=}")
-        if type(self.num_key_splits) is not int or not 1 <= self.num_key_splits <= MAX_SPLITS:
-            raise ValueError(f"there are 1 to {MAX_SPLITS} splits, got {self.num_key_splits=}")
+        if self.ranges is not None and (type(self.ranges) is not int or not 1 <= self.ranges <= MAX_RANGES):
+            raise ValueError(f"there are 1 to {MAX_RANGES} ranges, got {self.ranges=}")
 
 
 class PallasGpuPagedAttention(InferenceBackend[PagedInputs, Results, HopperLatentParams]):
@@ -79,33 +92,21 @@ class PallasGpuPagedAttention(InferenceBackend[PagedInputs, Results, HopperLaten
             why.append("takes a page table, equally many query tokens of every sequence, and one latent for all heads")
         if inputs.page_size % BLOCK_K:
             why.append(f"a page must have a multiple of {BLOCK_K} tokens, got page_size={inputs.page_size}")
+        if (blocks := _blocks(inputs)) >= MAX_BLOCKS:
+            why.append(f"counts fewer than {MAX_BLOCKS} blocks of {BLOCK_K} keys, got {blocks=}")
         return why
 
     def candidates(self, inputs: PagedInputs, device: Device, direction: Direction) -> list[HopperLatentParams]:
-        """Best first by the cost for sequences that fill their page tables; lengths are not read."""
-        tiles = -(-inputs.capacity // BLOCK_K)
-        items = inputs.sequences * -(-inputs.longest_q * inputs.heads // ROWS)
-        cores = num_sms(device)
-
-        def cost(splits: int) -> int:
-            rounds = -(-items * splits // cores)
-            return rounds * (-(-tiles // splits) + ITEM_OVERHEAD) + (splits > 1) * COMBINE_OVERHEAD
-
-        most = max(min(tiles // MIN_TILES, MAX_SPLITS), 1)
-        numbers = sorted(range(1, most + 1), key=lambda splits: (cost(splits), splits))
-        others = (2 * numbers[0], max(numbers[0] // 2, 1), 1)
-        chosen = [*numbers[:3], *(number for number in others if number <= most)]
-        first, *rest = dict.fromkeys(chosen)
         # Few query rows leave the tensor cores idle: only memory traffic counts, and a prefetch reads latents twice.
         prefetched = (0, 2) if inputs.longest_q * inputs.heads < ROWS else (2, 0)
-        made = [HopperLatentParams(first, each) for each in (*prefetched, 4)]
-        return [*made, *(HopperLatentParams(number, prefetched[0]) for number in rest)]
+        best = filling_ranges(inputs, device)
+        made = [HopperLatentParams(None, each) for each in (*prefetched, 4)]
+        return [*made, *(HopperLatentParams(2 * best, each) for each in prefetched[:1] if 2 * best <= MAX_RANGES)]
 
     def footprints(
         self, inputs: PagedInputs, device: Device, direction: Direction, params: HopperLatentParams
     ) -> list[Footprint]:
-        items = inputs.sequences * -(-inputs.longest_q * inputs.heads // ROWS)
-        blocks = items * params.num_key_splits
+        blocks = _row_tiles(inputs) * (params.ranges or filling_ranges(inputs, device))
         return [Footprint(blocks, WARPGROUP_THREADS * WARPGROUPS, LatentPlan(inputs.dtype).shared_bytes)]
 
     def forward(self, inputs: PagedInputs, params: HopperLatentParams) -> Results:
@@ -113,6 +114,28 @@ class PallasGpuPagedAttention(InferenceBackend[PagedInputs, Results, HopperLaten
         if inputs.is_empty:
             return empty_forward(inputs)
         return run_with_sequential_vmap(lambda inputs: _run(inputs, params), inputs)
+
+
+def _row_tiles(inputs: PagedInputs) -> int:
+    return -(-inputs.longest_q * inputs.heads // ROWS)
+
+
+def _blocks(inputs: PagedInputs) -> int:
+    """The blocks of all sequences, at most, with their overheads."""
+    return inputs.sequences * (-(-inputs.capacity // BLOCK_K) + ITEM_OVERHEAD)
+
+
+def filling_ranges(inputs: PagedInputs, device: Device) -> int:
+    """The ranges with which CTAs end soonest if sequences fill their page tables; lengths are not read."""
+    cores, row_tiles, blocks = num_sms(device), _row_tiles(inputs), _blocks(inputs)
+    most = min(-(-blocks // MIN_RANGE), MAX_RANGES)
+
+    def cost(ranges: int) -> int:
+        return -(-ranges * row_tiles // cores) * (-(-blocks // ranges) + ITEM_OVERHEAD)
+
+    # As many as fit into one round of CTAs or, where many row tiles leave a large part of it idle, into several.
+    choices = {min(max(rounds * cores // row_tiles, 1), most) for rounds in range(1, MAX_ROUNDS + 1)}
+    return min(choices, key=lambda ranges: (cost(ranges), ranges))
 
 
 def _run(inputs: PagedInputs, params: HopperLatentParams) -> Results:
@@ -128,38 +151,20 @@ def _run(inputs: PagedInputs, params: HopperLatentParams) -> Results:
         columns=inputs.columns,
         softmax_scale=inputs.softmax_scale,
         right=inputs.right,
-        splits=params.num_key_splits,
+        ranges=params.ranges or filling_ranges(inputs, current_device()),
         prefetched=params.prefetched,
-        partial=params.num_key_splits > 1 or inputs.softmax_aux is not None,
     )
     query = inputs.query.reshape(inputs.sequences, call.rows, LATENT_DIM)
     if call.rows % SWIZZLE_ROWS:
         query = jnp.pad(query, ((0, 0), (0, -call.rows % SWIZZLE_ROWS), (0, 0)))
     pages = inputs.key.reshape(call.num_pages, call.page_size, LATENT_DIM)
-    out, lse = latent_kernel(query, pages, inputs.page_table.reshape(-1), inputs.kv_lengths, call=call)
-    out, lse = out[..., : call.rows, :], lse[..., : call.rows]
-    if call.partial:
-        sinks = sinks_lse(inputs.softmax_aux)
-        if sinks is not None:
-            sinks = jnp.tile(sinks, call.q_length)
-        out, lse = _combined(out, lse, sinks, query.dtype)
+    sinks = sinks_lse(inputs.softmax_aux)
+    if sinks is not None:
+        sinks = jnp.pad(jnp.tile(sinks, call.q_length), (0, call.padded_rows - call.rows))
+    ranges = latent_ranges(inputs.kv_lengths, call)
+    operands = query, pages, inputs.page_table.reshape(-1), inputs.kv_lengths
+    whole, parts = latent_kernel(*operands, sinks, ranges, call=call)
+    if parts is not None:
+        whole = combine_parts(whole, parts, ranges, sinks, call=call)
+    out, lse = whole.out[:, : call.rows], whole.lse[:, : call.rows]
     return out.reshape(tokens, heads, VALUE_DIM), lse.reshape(tokens, heads)
-
-
-def _combined(out: jax.Array, lse: jax.Array, sinks: jax.Array, dtype: DTypeLike) -> tuple[Any, Any]:
-    """The results of all splits, the first axis, from the partial ones.
-
-    Args:
-      sinks: of each row, or None: one more key, without a value.
-    """
-    max_lse = lse.max(axis=0)
-    if sinks is not None:
-        max_lse = jnp.maximum(max_lse, sinks)
-    shift = jnp.where(jnp.isneginf(max_lse), 0.0, max_lse)
-    scale = jnp.exp(lse - shift)
-    total = scale.sum(axis=0)
-    if sinks is not None:
-        total = total + jnp.exp(sinks - shift)
-    scale = scale / jnp.where(total == 0.0, 1.0, total)
-    combined = (out * scale[..., None]).sum(axis=0).astype(dtype)
-    return combined, jnp.where(total == 0.0, -jnp.inf, shift + jnp.log(total))

@@ -1,9 +1,11 @@
-"""Shared memory of `latent`, and the part of the work that each CTA has."""
+"""Shared memory of `latent`, and the work of its CTAs: equal ranges of the blocks of keys of all sequences."""
 
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -32,6 +34,15 @@ SIZES = HALF, HALF, LATENT_DIM - VALUE_DIM
 STAGES = 2
 """Stages of the rings of latents: a third stage does not fit beside Q."""
 
+ITEM_OVERHEAD = 4
+"""Cost of a sequence besides its steps, in steps: its first loads and scores overlap with little, and its output."""
+
+MIN_RANGE = 2 * ITEM_OVERHEAD
+"""Steps that a range has at least, overhead included: the parts of a sequence are written and read again."""
+
+SHORT_BATCH = 2048
+"""Sequences up to which all are compared with all for prefix sums, as one fused kernel of XLA's."""
+
 NORMALISER = STAGES
 """Row of ``LatentScratch.scales`` after those of alpha, which holds 1 / l after the last step."""
 
@@ -40,7 +51,7 @@ class LatentScratch[R, M](NamedTuple):
     """Shared memory of the kernel: plans of rings and types or, in the kernel, what they bind.
 
     Attributes:
-      q_left, q_right, q_rest: Q, in rings of one stage; the output reuses the first two.
+      q_left, q_right, q_rest: Q of an item, in rings of one stage; the output of the item reuses the first two.
       left, right: both halves of V.
       rest: the columns that only S needs, then P of the step, which both consumers read.
       scales: ``[STAGES + 1, 64]`` float32, alpha of a step by its slot, and 1 / l.
@@ -67,7 +78,7 @@ class LatentPlan:
 
     def scratch(self) -> LatentScratch[RingPlan, object]:
         """The rings, and scratch types of the buffer and of the barriers."""
-        # Q is loaded once, so its stages are never released.
+        # Each part of Q is released by the consumer whose output takes its place, the rest by the one that reads it.
         q_left, q_right, q_rest = (RingPlan(SharedTile((ROWS, size), self.dtype), 1, 1) for size in SIZES)
         # Only the first consumer reads the left half.
         left, right, rest = (
@@ -99,9 +110,8 @@ class LatentCall:
       q_length: query tokens of each sequence; a sequence's rows are its tokens' heads, token by token.
       columns: columns of the page table.
       right: keys visible after a query's position, None for all.
-      splits: CTAs that share the keys of 64 rows (Flash-Decoding).
+      ranges: equal ranges to which the blocks of all sequences are cut.
       prefetched: steps ahead of its load that a latent is prefetched to the L2 cache, 0 for no prefetch.
-      partial: whether results are partial ones in float32, for each split, to be combined.
     """
 
     sequences: int
@@ -112,9 +122,8 @@ class LatentCall:
     columns: int
     softmax_scale: float
     right: int | None
-    splits: int
+    ranges: int
     prefetched: int
-    partial: bool
 
     @property
     def rows(self) -> int:
@@ -125,6 +134,11 @@ class LatentCall:
         return -(-self.rows // ROWS)
 
     @property
+    def padded_rows(self) -> int:
+        """Rows of a sequence in whole tiles."""
+        return self.row_tiles * ROWS
+
+    @property
     def blocks_per_page(self) -> int:
         return self.page_size // BLOCK_K
 
@@ -132,14 +146,95 @@ class LatentCall:
     def capacity(self) -> int:
         return self.page_size * self.columns
 
+    def visible_length(self, length: Scalar) -> jax.Array:
+        """Keys of a sequence that some row sees, from its length, which may be anything."""
+        return jnp.clip(length, 0, min(self.capacity, FAR))
+
+
+class LatentRanges[Operand](NamedTuple):
+    """Equal ranges of the blocks of keys of all sequences, int32 ``[ranges + 1]``; the last entry is the end.
+
+    A range begins in ``sequence`` with ``block``, and has all blocks up to the beginning of the next one. If a sequence
+    is cut, all ranges but the first that have a part of it begin in it, the last of them is ``last``.
+
+    Attributes:
+      sequence: the number of sequences for what is behind the last.
+    """
+
+    sequence: Operand
+    block: Operand
+    last: Operand
+
+
+def latent_ranges(lengths: jax.Array, call: LatentCall) -> LatentRanges[jax.Array]:
+    """Cuts the blocks of all sequences to ranges, each sequence with an overhead before its blocks.
+
+    As in Stream-K (Osama et al., 2023), the cuts depend on the lengths only, so results repeat bit for bit.
+    """
+    blocks = jnp.maximum(-(-call.visible_length(lengths) // BLOCK_K), 1)
+    cost = (blocks + ITEM_OVERHEAD).astype(jnp.int32)
+    index = np.arange(call.sequences)
+    if call.sequences <= SHORT_BATCH:
+        ends = jnp.where(index[None] <= index[:, None], cost[None], 0).sum(axis=1, dtype=jnp.int32)
+    else:
+        ends = jnp.cumsum(cost, dtype=jnp.int32)
+    size = jnp.maximum(-(-ends[-1] // call.ranges), MIN_RANGE)
+    begin = jnp.arange(call.ranges + 1, dtype=jnp.int32) * size
+    # What a range begins in is found by comparing it with all ends: one kernel for the three, where a search has many
+    # dependent loads.
+    before = ends[None] <= begin[:, None]
+    sequence = before.sum(axis=1, dtype=jnp.int32)
+    first = jnp.where(before, ends[None], 0).max(axis=1)
+    end = jnp.where(before, np.iinfo(np.int32).max, ends[None]).min(axis=1)
+    block = jnp.where(sequence < call.sequences, jnp.maximum(begin - (first + ITEM_OVERHEAD), 0), 0)
+    return LatentRanges(sequence, block, (end - 1) // size)
+
+
+def number_of_range(call: LatentCall) -> jax.Array:
+    """The range of this CTA."""
+    return lax.div(lax.axis_index("program"), jnp.int32(call.row_tiles))
+
+
+def sequences_of_range(ranges: LatentRanges[Ref], number: Scalar) -> tuple[Scalar, Scalar]:
+    """The first sequence of a range, and one past the last that it has blocks of."""
+    return ranges.sequence[number], ranges.sequence[number + 1] + (ranges.block[number + 1] > 0).astype(jnp.int32)
+
+
+def blocks_of_item(
+    call: LatentCall, ranges: LatentRanges[Ref], lengths_ref: Ref, sequence: Scalar
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first block of a sequence that this CTA's range has, one past the last, and whether these are not all."""
+    number = number_of_range(call)
+    first = jnp.where(sequence == ranges.sequence[number], ranges.block[number], 0)
+    blocks = lax.max(_blocks(call.visible_length(lengths_ref[sequence])), jnp.int32(1))
+    # A range ends where the next one begins.
+    is_cut = sequence == ranges.sequence[number + 1]
+    end = jnp.where(is_cut, ranges.block[number + 1], blocks)
+    return first, end, is_cut | (first > 0)
+
+
+def part_of_item(call: LatentCall, ranges: LatentRanges[Ref], lengths_ref: Ref, sequence: Scalar) -> jax.Array:
+    """Index of the partial results of this CTA's item in a sequence; −1 if it has all blocks."""
+    first, _, cut = blocks_of_item(call, ranges, lengths_ref, sequence)
+    return jnp.where(cut, part_of(number_of_range(call), first), -1)
+
+
+def part_of(number: Scalar, first: Scalar) -> jax.Array:
+    """Index of the partial results of a range's item: a range has two at most, one of which begins with block 0."""
+    return jnp.asarray(2 * number + jnp.asarray(first == 0, jnp.int32))
+
+
+def _blocks(keys: jax.Array) -> jax.Array:
+    return lax.div(keys + (BLOCK_K - 1), jnp.int32(BLOCK_K))
+
 
 @dataclasses.dataclass(frozen=True)
 class LatentWork:
-    """The work of one CTA, as scalars on the device.
+    """The work of one CTA in an item, as scalars on the device.
 
     Attributes:
       position: position of the sequence's first new token.
-      visible_end: one past the last key that some row sees; 0 for a split without keys.
+      visible_end: one past the last key that some row sees; 0 for an item without keys.
       full_end: every row sees the keys before it.
       first: block of keys of step 0.
       total: number of steps, at least one.
@@ -147,7 +242,6 @@ class LatentWork:
 
     sequence: Scalar
     row_tile: Scalar
-    split: Scalar
     position: Scalar
     visible_end: Scalar
     full_end: Scalar
@@ -155,27 +249,21 @@ class LatentWork:
     total: Scalar
 
 
-def work_of_program(call: LatentCall, program: Scalar, lengths_ref: Ref) -> LatentWork:
-    """The work of a CTA: tiles of a sequence's rows come first, then its splits, then the next sequence."""
-    row_tile = lax.rem(program, jnp.int32(call.row_tiles))
-    rest = lax.div(program, jnp.int32(call.row_tiles))
-    split, sequence = lax.rem(rest, jnp.int32(call.splits)), lax.div(rest, jnp.int32(call.splits))
+def work_of_item(call: LatentCall, ranges: LatentRanges[Ref], lengths_ref: Ref, sequence: Scalar) -> LatentWork:
+    """The work of this CTA in a sequence."""
+    row_tile = lax.rem(lax.axis_index("program"), jnp.int32(call.row_tiles))
+    first, end, _ = blocks_of_item(call, ranges, lengths_ref, sequence)
     length = lax.max(lax.min(lengths_ref[sequence], jnp.int32(FAR)), jnp.int32(0))
     position = length - call.q_length
-    length = lax.min(length, jnp.int32(min(call.capacity, FAR)))
-    visible_end = full_end = length
+    visible_end = full_end = length = call.visible_length(length)
     if call.right is not None:
         # Bounded by the tokens of the first row and of the last one.
         token = lax.div(row_tile * ROWS, jnp.int32(call.heads))
         last = lax.min(lax.div(row_tile * ROWS + (ROWS - 1), jnp.int32(call.heads)), jnp.int32(call.q_length - 1))
         visible_end = lax.max(lax.min(length, position + last + (call.right + 1)), jnp.int32(0))
         full_end = lax.max(lax.min(length, position + token + (call.right + 1)), jnp.int32(0))
-    blocks = lax.div(visible_end + (BLOCK_K - 1), jnp.int32(BLOCK_K))
-    # Rounded up, so the last splits may have fewer blocks or none.
-    per_split = lax.div(blocks + (call.splits - 1), jnp.int32(call.splits))
-    first = split * per_split
-    total = lax.min(blocks - first, per_split)
-    # A split without keys has one step, which is fully masked.
+    total = lax.min(_blocks(visible_end), end) - first
+    # Without keys there is one step, which is fully masked.
     visible_end = jnp.where(total > 0, visible_end, 0)
     first = jnp.where(total > 0, first, 0)
-    return LatentWork(sequence, row_tile, split, position, visible_end, full_end, first, lax.max(total, jnp.int32(1)))
+    return LatentWork(sequence, row_tile, position, visible_end, full_end, first, lax.max(total, jnp.int32(1)))
