@@ -334,14 +334,14 @@ FEW_HEADS: dict[str, dict[str, Any]] = {
 """At most four scalars are spilled, outside of the loop over keys."""
 
 
-def whether_prefetched(params: Any) -> bool:
+def prefetched_or_in_clusters(params: Any) -> Any:
     """How many ranges there are, and how far ahead is prefetched, are constants."""
-    return bool(params.prefetched)
+    return bool(params.prefetched), params.cluster
 
 
 def latent_spills(compilation: Compilation) -> int:
     """Bytes. What the masks of all items need is computed before the first, and spilled there and read in branches."""
-    return 104 if compilation.inputs.q_length > 1 else 36
+    return 144 if compilation.inputs.q_length > 1 else 72
 
 
 def copies_overlap(compilation: Compilation, reports: Any) -> bool:
@@ -521,7 +521,7 @@ EVERY = (
             ),
         },
         directions=("forward",),
-        distinct=whether_prefetched,
+        distinct=prefetched_or_in_clusters,
         spills=latent_spills,
     ),
     Shipped(

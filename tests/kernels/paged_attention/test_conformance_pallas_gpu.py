@@ -37,8 +37,8 @@ class TestPallasGpu(LatentConformance):
         return HopperLatentParams(ranges, ranges - 1)  # with and without loads into the L2 cache
 
 
-def forward(inputs: PagedInputs, ranges: int = 1) -> Any:
-    return BACKEND.forward(inputs, HopperLatentParams(ranges))
+def forward(inputs: PagedInputs, ranges: int = 1, cluster: int = 1) -> Any:
+    return BACKEND.forward(inputs, HopperLatentParams(ranges, 2, cluster))
 
 
 HOSTILE = {"heads": 64, "q_lengths": (2,), "sequences": 2}
@@ -52,14 +52,33 @@ def hostile_inputs(**fields: Any) -> PagedInputs:
     return dataclasses.replace(inputs, page_table=table, kv_lengths=jnp.asarray([250, 3], jnp.int32))
 
 
-@pytest.mark.parametrize("ranges", [1, 3])
-def test_races(ranges: int):
-    """Several items of a CTA, some of them cut."""
+@pytest.mark.parametrize(("ranges", "cluster"), [(1, 1), (3, 1), (1, 2), (3, 2)])
+def test_races(ranges: int, cluster: int):
+    """Several items of a CTA, some of them cut; the CTAs of a cluster are interpreted side by side."""
     inputs = hostile_inputs(kv_length=640)
     inputs = dataclasses.replace(inputs, kv_lengths=jnp.asarray([250, 450], jnp.int32))
     with interpret_mosaic(detect_races=True):
-        got = jax.block_until_ready(jax.jit(functools.partial(forward, ranges=ranges))(inputs))
+        got = jax.block_until_ready(jax.jit(functools.partial(forward, ranges=ranges, cluster=cluster))(inputs))
     check(got, inputs)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranges", "fields"),
+    [
+        ([64, 1, 450], 3, {"heads": 128}),
+        ([84, 300, 20], 2, {"heads": 2, "q_lengths": (64,)}),  # the first tile of rows sees a block less
+        ([130, 64], 1, {"heads": 64, "q_lengths": (4,), "sinks": 1}),
+    ],
+)
+def test_clusters(lengths: list[int], ranges: int, fields: dict[str, Any]):
+    """The same bits as without."""
+    inputs = latent_inputs(lengths, **{"sequences": len(lengths), "kv_length": 450} | fields)
+    with interpret_mosaic():
+        run = lambda cluster: jax.jit(functools.partial(forward, ranges=ranges, cluster=cluster))(inputs)
+        want, got = jax.block_until_ready((run(1), run(2)))
+    check(got, inputs)
+    for one, other in zip(want, got, strict=True):
+        assert bool(jnp.array_equal(one, other))
 
 
 @pytest.mark.parametrize(("lengths", "ranges"), list(itertools.product([[1000, 3], [640, 0], [65, 64]], [1, 2, 3])))
@@ -116,6 +135,15 @@ def test_params():
             HopperLatentParams(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prefetched"):
         HopperLatentParams(1, -1)
+    with pytest.raises(ValueError, match="cluster"):
+        HopperLatentParams(1, 2, 4)
+
+
+@pytest.mark.parametrize(("heads", "cluster"), [(16, 1), (128, 2), (192, 1)])
+def test_tiles_of_rows_that_make_no_clusters(heads: int, cluster: int):
+    inputs = structs_of(heads=heads)
+    assert BACKEND.heuristic(inputs, H100, "forward").cluster == cluster
+    assert bool(BACKEND.config_reasons(inputs, H100, "forward", HopperLatentParams(None, 2, 2))) == (cluster == 1)
 
 
 def test_params_of_version_0_1():

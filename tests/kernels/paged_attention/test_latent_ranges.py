@@ -21,7 +21,7 @@ FULL = 1 << 14
 def call_of(sequences: int, ranges: int) -> LatentCall:
     return LatentCall(
         sequences=sequences, q_length=1, heads=128, num_pages=7, page_size=PAGE, columns=FULL // PAGE,
-        softmax_scale=1.0, right=0, ranges=ranges, prefetched=0,
+        softmax_scale=1.0, right=0, ranges=ranges, cluster=1, prefetched=0,
     )  # fmt: skip
 
 

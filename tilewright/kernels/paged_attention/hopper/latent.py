@@ -3,8 +3,9 @@
 A work item is 64 query rows of a sequence (token by token, its heads) and a part of their keys; a step is a block of
 64 latents. The blocks of all sequences are cut to equal ranges (`latent_ranges`), and a CTA (a Pallas program) goes
 through the items of a range, one for each sequence that the range has blocks of. CTAs of one range and different rows
-are neighbours: at any time they read the same latents, which so come from the L2 cache for all but one. Items that have
-all keys of their rows store results, others float32 parts of them, which `latent_combine` reads.
+are neighbours, and read the same latents at any time: from the L2 cache for all but one, or as a cluster of two, each
+of which loads a half of a latent for both. Items that have all keys of their rows store results, others float32 parts
+of them, which `latent_combine` reads.
 
 O of 64 × 512 does not fit the registers of one warpgroup, so two consumers share it by columns: the first computes the
 scores of all columns, the softmax and the left half of O, and hands P and alpha through shared memory to the second,
@@ -189,8 +190,8 @@ class LatentContext(LatentKernel):
         return jnp.where(self.exists(page), self.work.visible_end - (self.work.first + step) * BLOCK_K, 0)
 
 
-def for_each_item(kernel: LatentKernel, role: Callable[[LatentContext], None]) -> None:
-    """Calls the role of a warpgroup for each item of this CTA."""
+def for_each_item(kernel: LatentKernel, role: Callable[[LatentContext], None]) -> Scalar:
+    """Calls the role of a warpgroup for each item of this CTA; returns the steps of all."""
     call, ranges, lengths = kernel.call, kernel.operands.ranges, kernel.operands.lengths
     begin, end = sequences_of_range(ranges, number_of_range(call))
 
@@ -199,7 +200,7 @@ def for_each_item(kernel: LatentKernel, role: Callable[[LatentContext], None]) -
         role(LatentContext.of_item(kernel, work, sequence - begin, first))
         return first + work.total
 
-    lax.fori_loop(begin, end, one, jnp.int32(0))
+    return lax.fori_loop(begin, end, one, jnp.int32(0))
 
 
 # The producer.
@@ -208,7 +209,10 @@ def for_each_item(kernel: LatentKernel, role: Callable[[LatentContext], None]) -
 def run_producer(kernel: LatentKernel) -> None:
     """Loads Q and latents of all items of this CTA."""
     plgpu.set_max_registers(NARROW_REGISTERS.producer, action="decrease")
-    for_each_item(kernel, produce_item)
+    steps = for_each_item(kernel, produce_item)
+    if kernel.call.cluster > 1:
+        for ring in (kernel.scratch.right, kernel.scratch.rest, kernel.scratch.left):
+            ring.drain(steps)
 
 
 def produce_item(ctx: LatentContext) -> None:
@@ -570,8 +574,9 @@ def latent_kernel(
         body,
         LatentOperands[Any](query, pages, page_table, lengths, sinks, ranges),
         LatentResults[Any](whole, parts if call.ranges > 1 else None),
-        LatentPlan(dtype).scratch(),
+        LatentPlan(dtype, call.cluster).scratch(),
         role="attend",
-        num_ctas=call.ranges * call.row_tiles,
+        num_ctas=call.ranges * call.clusters,
         warpgroups=WARPGROUPS,
+        cluster=call.cluster,
     )

@@ -32,6 +32,9 @@ from tilewright.ops.utils.stable_ids import Fields, stable_id
 
 MAX_RANGES = 1024
 
+CLUSTERS = 1, 2
+"""Of two CTAs: the SMs of an H100 come in pairs, so that these fill it."""
+
 MAX_ROUNDS = 8
 """Rounds of CTAs from which it does not matter that the last one is not full."""
 
@@ -57,16 +60,21 @@ class HopperLatentParams:
       ranges: equal ranges to which the keys of all sequences are cut, a CTA for each range and 64 query rows of a
         sequence; None for as many as fill the device.
       prefetched: steps ahead of its load that a latent is prefetched to the L2 cache, 0 for no prefetch.
+      cluster: CTAs of a cluster, each of which loads a share of the latents for all. They have 64 query rows each of
+        the same sequence, whose tiles of so many rows must be a multiple.
     """
 
     ranges: int | None = None
     prefetched: int = 2
+    cluster: int = 1
 
     def __post_init__(self) -> None:
         if type(self.prefetched) is not int or not 0 <= self.prefetched <= 16:
             raise ValueError(f"0 to 16 tiles are prefetched, got {self.prefetched=}")
         if self.ranges is not None and (type(self.ranges) is not int or not 1 <= self.ranges <= MAX_RANGES):
             raise ValueError(f"there are 1 to {MAX_RANGES} ranges, got {self.ranges=}")
+        if type(self.cluster) is not int or self.cluster not in CLUSTERS:
+            raise ValueError(f"a cluster has one of {CLUSTERS} CTAs, got {self.cluster=}")
 
 
 class PallasGpuPagedAttention(InferenceBackend[PagedInputs, Results, HopperLatentParams]):
@@ -100,14 +108,22 @@ class PallasGpuPagedAttention(InferenceBackend[PagedInputs, Results, HopperLaten
         # Few query rows leave the tensor cores idle: only memory traffic counts, and a prefetch reads latents twice.
         prefetched = (0, 2) if inputs.longest_q * inputs.heads < ROWS else (2, 0)
         best = filling_ranges(inputs, device)
-        made = [HopperLatentParams(None, each) for each in (*prefetched, 4)]
-        return [*made, *(HopperLatentParams(2 * best, each) for each in prefetched[:1] if 2 * best <= MAX_RANGES)]
+        listed = [HopperLatentParams(None, each, cluster) for cluster in CLUSTERS[::-1] for each in (*prefetched, 4)]
+        listed += [HopperLatentParams(min(2 * best, MAX_RANGES), prefetched[0], cluster) for cluster in CLUSTERS[::-1]]
+        return [params for params in listed if not self.config_reasons(inputs, device, direction, params)]
+
+    def config_reasons(
+        self, inputs: PagedInputs, device: Device, direction: Direction, params: HopperLatentParams
+    ) -> list[str]:
+        tiles = _row_tiles(inputs)
+        return [f"{tiles} tiles of rows are no multiple of {params.cluster=}"] if tiles % params.cluster else []
 
     def footprints(
         self, inputs: PagedInputs, device: Device, direction: Direction, params: HopperLatentParams
     ) -> list[Footprint]:
         blocks = _row_tiles(inputs) * (params.ranges or filling_ranges(inputs, device))
-        return [Footprint(blocks, WARPGROUP_THREADS * WARPGROUPS, LatentPlan(inputs.dtype).shared_bytes)]
+        shared = LatentPlan(inputs.dtype, params.cluster).shared_bytes
+        return [Footprint(blocks, WARPGROUP_THREADS * WARPGROUPS, shared)]
 
     def forward(self, inputs: PagedInputs, params: HopperLatentParams) -> Results:
         """``(out, lse)``; lse is float32."""
@@ -152,6 +168,7 @@ def _run(inputs: PagedInputs, params: HopperLatentParams) -> Results:
         softmax_scale=inputs.softmax_scale,
         right=inputs.right,
         ranges=params.ranges or filling_ranges(inputs, current_device()),
+        cluster=params.cluster,
         prefetched=params.prefetched,
     )
     query = inputs.query.reshape(inputs.sequences, call.rows, LATENT_DIM)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.ring import RingPlan
+from tilewright.kernels.hopper.ring import CLUSTER_AXIS, RingPart, RingPlan
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.hopper.types import Ref, Scalar
@@ -72,9 +72,14 @@ class LatentScratch[R, M](NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LatentPlan:
-    """The shared memory of the kernel: Q and latents, each in both halves of V and the rest."""
+    """The shared memory of the kernel: Q and latents, each in both halves of V and the rest.
+
+    Attributes:
+      cluster: as in `LatentCall`.
+    """
 
     dtype: DTypeLike
+    cluster: int
 
     def scratch(self) -> LatentScratch[RingPlan, object]:
         """The rings, and scratch types of the buffer and of the barriers."""
@@ -82,7 +87,12 @@ class LatentPlan:
         q_left, q_right, q_rest = (RingPlan(SharedTile((ROWS, size), self.dtype), 1, 1) for size in SIZES)
         # Only the first consumer reads the left half.
         left, right, rest = (
-            RingPlan(SharedTile((BLOCK_K, size), self.dtype), STAGES, consumers)
+            RingPlan(
+                (RingPart(SharedTile((BLOCK_K, size), self.dtype), multicast=True),),
+                STAGES,
+                consumers,
+                cluster=self.cluster,
+            )
             for size, consumers in zip(SIZES, (1, CONSUMERS, CONSUMERS), strict=True)
         )
         return LatentScratch(
@@ -111,6 +121,7 @@ class LatentCall:
       columns: columns of the page table.
       right: keys visible after a query's position, None for all.
       ranges: equal ranges to which the blocks of all sequences are cut.
+      cluster: CTAs of a cluster, which have as many row tiles of one range and load each latent once for all.
       prefetched: steps ahead of its load that a latent is prefetched to the L2 cache, 0 for no prefetch.
     """
 
@@ -123,6 +134,7 @@ class LatentCall:
     softmax_scale: float
     right: int | None
     ranges: int
+    cluster: int
     prefetched: int
 
     @property
@@ -132,6 +144,11 @@ class LatentCall:
     @property
     def row_tiles(self) -> int:
         return -(-self.rows // ROWS)
+
+    @property
+    def clusters(self) -> int:
+        """Clusters of a range."""
+        return self.row_tiles // self.cluster
 
     @property
     def padded_rows(self) -> int:
@@ -192,7 +209,7 @@ def latent_ranges(lengths: jax.Array, call: LatentCall) -> LatentRanges[jax.Arra
 
 def number_of_range(call: LatentCall) -> jax.Array:
     """The range of this CTA."""
-    return lax.div(lax.axis_index("program"), jnp.int32(call.row_tiles))
+    return lax.div(lax.axis_index("program"), jnp.int32(call.clusters))
 
 
 def sequences_of_range(ranges: LatentRanges[Ref], number: Scalar) -> tuple[Scalar, Scalar]:
@@ -234,7 +251,7 @@ class LatentWork:
 
     Attributes:
       position: position of the sequence's first new token.
-      visible_end: one past the last key that some row sees; 0 for an item without keys.
+      visible_end: one past the last key that some row of the cluster sees; 0 for an item without keys.
       full_end: every row sees the keys before it.
       first: block of keys of step 0.
       total: number of steps, at least one.
@@ -251,15 +268,18 @@ class LatentWork:
 
 def work_of_item(call: LatentCall, ranges: LatentRanges[Ref], lengths_ref: Ref, sequence: Scalar) -> LatentWork:
     """The work of this CTA in a sequence."""
-    row_tile = lax.rem(lax.axis_index("program"), jnp.int32(call.row_tiles))
+    first_tile = row_tile = lax.rem(lax.axis_index("program"), jnp.int32(call.clusters)) * call.cluster
+    if call.cluster > 1:
+        row_tile = first_tile + lax.axis_index(CLUSTER_AXIS)
     first, end, _ = blocks_of_item(call, ranges, lengths_ref, sequence)
     length = lax.max(lax.min(lengths_ref[sequence], jnp.int32(FAR)), jnp.int32(0))
     position = length - call.q_length
     visible_end = full_end = length = call.visible_length(length)
     if call.right is not None:
-        # Bounded by the tokens of the first row and of the last one.
+        # Bounded by the tokens of the first row, and of the last one of the cluster, whose CTAs have the same steps.
         token = lax.div(row_tile * ROWS, jnp.int32(call.heads))
-        last = lax.min(lax.div(row_tile * ROWS + (ROWS - 1), jnp.int32(call.heads)), jnp.int32(call.q_length - 1))
+        last = lax.div(first_tile * ROWS + (call.cluster * ROWS - 1), jnp.int32(call.heads))
+        last = lax.min(last, jnp.int32(call.q_length - 1))
         visible_end = lax.max(lax.min(length, position + last + (call.right + 1)), jnp.int32(0))
         full_end = lax.max(lax.min(length, position + token + (call.right + 1)), jnp.int32(0))
     total = lax.min(_blocks(visible_end), end) - first
