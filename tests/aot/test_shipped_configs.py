@@ -349,7 +349,7 @@ def copies_overlap(compilation: Compilation, reports: Any) -> bool:
     return bool(reports) and all("cp.async.cg" in each.texts["ptx"] for each in reports if each.name == "attend")
 
 
-def latent_spills(compilation: Compilation) -> int:
+def wide_value_spills(compilation: Compilation) -> int:
     """Bytes. O of 64 rows takes half of the registers of a thread; a few of what only its stores need are spilled."""
     return 80
 
@@ -570,7 +570,7 @@ EVERY = (
         directions=("forward",),
         tuned=(),
         expected=copies_overlap,
-        spills=latent_spills,
+        spills=wide_value_spills,
     ),
     Shipped("top_k_router", TritonRouter(), ROUTERS, EVERY_CARD, tuned=("qwen3", "odd groups")),
     Shipped("linear_sample", TritonLinearSample(), LINEAR_SAMPLES, EVERY_CARD, ("forward",), tuned=("llama",)),
