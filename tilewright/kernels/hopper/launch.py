@@ -4,12 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.ref import AbstractRef
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import CLUSTER_AXIS, RingPlan
 from tilewright.kernels.hopper.shared import TileStack
 from tilewright.kernels.hopper.turns import TurnsPlan
 from tilewright.kernels.hopper.types import Ref
+from tilewright.kernels.in_place import apart
 from tilewright.ops.utils.running import device_kernel_name
 
 
@@ -70,6 +72,8 @@ def run_kernel[Operands, Results, Scratch](
         )
 
     body.__name__ = device_kernel_name(role)
+    if updates := any(isinstance(jax.typeof(x), AbstractRef) for x in arrays):
+        arrays = [x if isinstance(jax.typeof(x), AbstractRef) else apart(x) for x in arrays]
     # A kernel of one result returns an array, not a tuple of one.
     kernel = plgpu.kernel(
         body,
@@ -83,4 +87,5 @@ def run_kernel[Operands, Results, Scratch](
         thread_name=None if warpgroups is None else "warpgroup",
         compiler_params=compiler_params(),
     )
-    return jax.tree.unflatten(result_tree, jax.tree.leaves(kernel(*arrays)))
+    found = jax.tree.leaves(kernel(*arrays))
+    return jax.tree.unflatten(result_tree, apart(found) if updates else found)

@@ -21,6 +21,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
 from tilewright.errors import TargetDeviceError
+from tilewright.kernels.in_place import apart
 from tilewright.kernels.triton.compiler import CompiledKernel, compiled
 from tilewright.kernels.triton.description import ALIGNMENT, JitKernel, Launch
 from tilewright.kernels.triton.requirements import package_reasons
@@ -124,7 +125,9 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 def _on_gpu(launch: Launch, inputs: tuple[Any, ...]) -> Sequence[Any]:
     name = device_kernel_name(launch.name)
-    return _triton_p.bind(*inputs, launch=launch, capability=current_device().capability, name=name)
+    operands = apart(inputs) if launch.in_place else inputs
+    results = _triton_p.bind(*operands, launch=launch, capability=current_device().capability, name=name)
+    return apart(results) if launch.in_place else results
 
 
 _TARGET = "triton_kernel_call_ffi"

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams
+from tilewright.kernels.in_place import apart
 from tilewright.ops.utils.target import check_is_here, is_assumed
 
 MIN_VERSIONS = {"flash-attn-4": "4.0.0b36", "quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}
@@ -247,7 +248,7 @@ def _call(
         # ``launch`` is another closure in each call: without a key the bridge would generate its IR to find the kernel.
         compile_key=("tilewright fa4", name, settings, loaded.versions),
     )
-    return list(call(*operands))
+    return apart(list(call(*apart(operands)))) if in_place else list(call(*operands))
 
 
 def _forward_launch(

@@ -69,6 +69,7 @@ from tilewright.kernels.hopper.schedule import program_lists, program_order
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.softmax import LOG2E
 from tilewright.kernels.hopper.tiles import ROWS
+from tilewright.kernels.in_place import frozen
 from tilewright.kernels.masks import Mask
 from tilewright.kernels.numerics.softmax import sinks_lse
 from tilewright.kernels.op.arguments import padded
@@ -366,13 +367,13 @@ class PallasGpuFlashAttention(Backend[AttentionInputs, Results, HopperForwardPar
             if conversion is not None and found.conversion is not None:
                 converted = ConvertedRows(conversion, *found.conversion)
             d_query = convert_kernel(
-                jax.freeze(accumulator), query.shape, query.dtype, converted,
+                frozen(accumulator), query.shape, query.dtype, converted,
                 block_q=params.block_q, kv_heads=kv_heads, scale=options.scale,
                 tile=SharedTile((ROWS, dims[0]), query.dtype, panelled=panelled),
             )  # fmt: skip
-        d_bias: Any = found.d_bias if bias_ref is None else jax.freeze(bias_ref)
+        d_bias: Any = found.d_bias if bias_ref is None else frozen(bias_ref)
         d_bias = None if bias_gradient is None else bias_gradient.result(d_bias)
-        delta = -jax.freeze(statistics)[:, :, MINUS_DELTA, :q_length]
+        delta = -frozen(statistics)[:, :, MINUS_DELTA, :q_length]
         return {
             "query": d_query[..., :head_dim],
             "key": group.total(found.d_key, key.dtype)[:, :kv_length, :, :head_dim],

@@ -26,6 +26,7 @@ from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, decode_tile_index
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, tile_layout
 from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.in_place import frozen
 
 STRIP = 8
 """Columns of dQ that are contiguous in the accumulator: a warp's store of a wgmma accumulator is then 256 contiguous
@@ -219,4 +220,4 @@ def convert_kernel(
 
     out_type = jax.ShapeDtypeStruct(shape, dtype) if result is None else None
     d_query = run_kernel(body, operands, out_type, tile.stack(), role="round_d_query", num_ctas=len(tiles))
-    return d_query if result is None else jax.freeze(result)
+    return d_query if result is None else frozen(result)

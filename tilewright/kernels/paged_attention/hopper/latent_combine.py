@@ -15,6 +15,7 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.softmax import AttentionResults
 from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.in_place import frozen
 from tilewright.kernels.paged_attention.hopper.latent_work import VALUE_DIM, LatentCall, LatentRanges, part_of
 
 ROWS_OF_CTA = 2
@@ -71,7 +72,7 @@ def combine_parts(
         role="combine",
         num_ctas=(call.ranges - 1) * rows,
     )
-    return AttentionResults(*map(jax.freeze, results))
+    return AttentionResults(*map(frozen, results))
 
 
 def combine_row(operands: CombineOperands[Ref], sequence: Scalar, row: Scalar, cut: Scalar, last: Scalar) -> None:
