@@ -11,6 +11,8 @@ from tilewright.kernels.paged_attention.hopper.latent_work import (
     MIN_RANGE,
     SHORT_BATCH,
     LatentCall,
+    begin_of_range,
+    last_of_sequence,
     latent_ranges,
 )
 
@@ -46,12 +48,22 @@ CASES = {
 }
 
 
+def cuts_of(lengths: list[int], call: LatentCall) -> list[list[int]]:
+    """Sequence and block with which each range begins, and the last range of that sequence."""
+    ranges = jax.jit(lambda x: latent_ranges(x, call))(jnp.asarray(lengths, jnp.int32))
+
+    def one(number: jax.Array) -> tuple[jax.Array, ...]:
+        return *begin_of_range(call, ranges, number), last_of_sequence(call, ranges, number)
+
+    found = jax.jit(jax.vmap(one))(jnp.arange(call.ranges + 1, dtype=jnp.int32))
+    return [np.asarray(x).tolist() for x in found]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_block_is_in_one_range(name: str):
     lengths, count = CASES[name]
     call = call_of(len(lengths), count)
-    ranges = jax.jit(lambda x: latent_ranges(x, call))(jnp.asarray(lengths, jnp.int32))
-    sequence, block, last = (np.asarray(x).tolist() for x in ranges)
+    sequence, block, last = cuts_of(lengths, call)
     blocks = [max(-(-min(max(length, 0), FULL) // BLOCK_K), 1) for length in lengths]
     assert len(sequence) == len(block) == len(last) == count + 1
     assert (sequence[0], block[0]) == (0, 0)
@@ -80,8 +92,7 @@ def test_every_block_is_in_one_range(name: str):
 def test_ranges_are_equal():
     """Not merely bounded: with many sequences all but the last have the same cost to within one overhead."""
     lengths = drawn(500, 3000)
-    call = call_of(500, 66)
-    sequence, block, _ = (np.asarray(x) for x in latent_ranges(jnp.asarray(lengths, jnp.int32), call))
+    sequence, block, _ = map(np.asarray, cuts_of(lengths, call_of(500, 66)))
     blocks = -(-np.minimum(lengths, FULL) // BLOCK_K)
     before = np.concatenate([[0], np.cumsum(blocks)])
     sizes = np.diff(before[sequence] + block)[:-1] + ITEM_OVERHEAD * np.diff(sequence)[:-1]

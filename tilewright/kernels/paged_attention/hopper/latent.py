@@ -24,7 +24,9 @@ P        exp2(logits · multiplier − m)                       [64, 64]        
                                                                                   has been computed from
 m, l     running max of the logits in base 2, and sum of P   [64] float32         registers of the first consumer
 alpha    exp2(m before the step − m): rescales l and O       [64] float32         registers; SMEM, ``scales``
-O        PV: the left 256 columns, the right 256             2 × [64, 256] f32    registers of each consumer
+O        PV: the left 256 columns, the right 256             2 × [64, 256] f32    registers of each consumer; before
+                                                                                  its TMA store SMEM, in the last stage
+                                                                                  of ``left`` and of ``right``
 =======  ==================================================  ===================  =====================================
 
 One item of T steps; time runs to the right, and what stands below each other overlaps. L, R and r are the parts of C::
@@ -37,7 +39,7 @@ One item of T steps; time runs to the right, and what stands below each other ov
 
 S of step i and the left PV of step i−1 are issued together (Shah et al., "FlashAttention-3", 2024, section 3.2), so
 that the softmax of step i runs beside MMAs of both consumers. The first latents of the next item are loaded while this
-one ends, its Q as soon as the output, which takes the place of Q, has been stored.
+one ends, and its Q when the last S is complete.
 """
 
 import dataclasses
@@ -79,7 +81,6 @@ from tilewright.kernels.paged_attention.hopper.latent_work import (
     LatentRanges,
     LatentScratch,
     LatentWork,
-    number_of_range,
     part_of_item,
     sequences_of_range,
     work_of_item,
@@ -193,7 +194,7 @@ class LatentContext(LatentKernel):
 def for_each_item(kernel: LatentKernel, role: Callable[[LatentContext], None]) -> Scalar:
     """Calls the role of a warpgroup for each item of this CTA; returns the steps of all."""
     call, ranges, lengths = kernel.call, kernel.operands.ranges, kernel.operands.lengths
-    begin, end = sequences_of_range(ranges, number_of_range(call))
+    begin, end = sequences_of_range(call, ranges)
 
     def one(sequence: Scalar, first: Scalar) -> Scalar:
         work = work_of_item(call, ranges, lengths, sequence)
@@ -273,23 +274,26 @@ def attend_left(ctx: LatentContext, acc: Ref) -> None:
     page = ctx.page_of(ctx.zero)
     carry = (*first_step(ctx, page), ctx.page_of(ctx.zero + 1))
     m, row_sum, _ = lax.fori_loop(1, work.total, functools.partial(left_step, ctx, acc), carry)
-    plgpu.wgmma(acc, p_tile(ctx, work.total - 1), scratch.left.get_mma_tile(work.total - 1))
+    last = work.total - 1
+    # S of the last step, which was the last to read them, is complete.
+    for ring in (scratch.q_left, scratch.q_right, scratch.q_rest):
+        ring.release(0)
+    plgpu.wgmma(acc, p_tile(ctx, last), scratch.left.get_mma_tile(last))
     scale, lse = normalised(ctx, m, row_sum)
     # Stored before the wait for the last PV, so that the second consumer has it in time. Threads write and read it: the
-    # barrier orders them, and no async-proxy fence is needed.
-    scratch.scales[NORMALISER, :] = scale
-    plgpu.barrier_arrive(scratch.finished)
+    # barrier orders them, and no async-proxy fence is needed. That of the next item is in the other slot, or later than
+    # the second consumer's release of this one.
+    slot = scratch.left.slot(last)
+    scratch.scales[NORMALISER + slot, :] = scale
+    plgpu.barrier_arrive(scratch.finished.at[slot])
     out = acc[...] * across(scale, HALF)
-    scratch.rest.release(work.total - 1)
-    scratch.left.release(work.total - 1)
-    # S of the last step, which was the last to read it, is complete.
-    scratch.q_rest.release(0)
+    scratch.rest.release(last)
 
     def store(results: AttentionResults[Ref], index: Scalar) -> None:
         results.lse.at[index, ctx.my_rows][...] = lse
 
     by_kind(ctx, store)
-    store_half(ctx, out, LEFT, scratch.q_left)
+    store_half(ctx, out, LEFT, scratch.left)
 
 
 def normalised(ctx: LatentContext, m: jax.Array, row_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -436,8 +440,7 @@ def attend_right(ctx: LatentContext, acc: Ref) -> None:
     """All steps of the second consumer in an item; ``acc`` is the right half of O."""
     scratch, right, rest = ctx.scratch, ctx.scratch.right, ctx.scratch.rest
 
-    def one_step(step: Scalar, page: Scalar) -> jax.Array:
-        next_page = ctx.page_of(step + 1)
+    def add_pv(step: Scalar, page: Scalar) -> None:
         for ring in (right, rest):
             ring.load_from_shared(step)
         # P and alpha are ready, and S of the step is complete: only now may rows of V be cleared, which S has read as
@@ -449,15 +452,21 @@ def attend_right(ctx: LatentContext, acc: Ref) -> None:
         plgpu.wgmma(acc, p_tile(ctx, step), right.get_mma_tile(step))
         # This consumer has no other work to overlap with its MMA, which overlaps with the first consumer's work.
         plgpu.wgmma_wait(0)
-        right.release(step)
         rest.release(step)
+
+    def one_step(step: Scalar, page: Scalar) -> jax.Array:
+        next_page = ctx.page_of(step + 1)
+        add_pv(step, page)
+        right.release(step)
         return next_page
 
-    lax.fori_loop(0, ctx.work.total, one_step, ctx.page_of(ctx.zero))
-    # Also: the last S is complete, so the output may take the place of `q_right`.
-    plgpu.barrier_wait(scratch.finished)
-    scale = plgpu.load(scratch.scales.at[NORMALISER], layout=row_layout())
-    store_half(ctx, acc[...] * across(scale, HALF), RIGHT, scratch.q_right)
+    last = ctx.work.total - 1
+    page = lax.fori_loop(0, last, one_step, ctx.page_of(ctx.zero))
+    add_pv(last, page)
+    slot = right.slot(last)
+    plgpu.barrier_wait(scratch.finished.at[slot])
+    scale = plgpu.load(scratch.scales.at[NORMALISER + slot], layout=row_layout())
+    store_half(ctx, acc[...] * across(scale, HALF), RIGHT, right)
 
 
 # Both consumers.
@@ -502,27 +511,27 @@ def clear_masked_values(ctx: LatentContext, ring: Ring, step: Scalar, page: Scal
         plgpu.commit_smem()
 
 
-def store_half(ctx: LatentContext, out: jax.Array, columns: pl.Slice, query: Ring) -> None:
-    """Stores 256 columns of the output, and releases the part of Q whose place it took.
+def store_half(ctx: LatentContext, out: jax.Array, columns: pl.Slice, ring: Ring) -> None:
+    """Stores 256 columns of the output, and releases the last stage of a half of V.
 
     Args:
       out: normalised, ``[64, 256]`` float32.
-      query: a part of Q, which no MMA reads any more: the output waits there for its TMA store.
+      ring: of the half, whose last stage no MMA reads any more: the output waits there for its TMA store.
     """
+    last = ctx.work.total - 1
 
     def store(results: AttentionResults[Ref], index: Scalar) -> None:
         target = results.out.at[index, ctx.my_rows, columns]
         if results is not ctx.results.whole:
-            query.release(0)
+            ring.release(last)
             target[...] = out
             return
-        smem = query.get_mma_tile(0)
+        smem = ring.get_mma_tile(last)
         smem[...] = out.astype(ctx.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem, target)
-        # The next Q is loaded into the same place.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        query.release(0)
+        ring.release(last)
 
     by_kind(ctx, store)
 

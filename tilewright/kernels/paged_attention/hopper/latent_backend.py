@@ -33,7 +33,7 @@ from tilewright.ops.utils.stable_ids import Fields, stable_id
 MAX_RANGES = 1024
 
 CLUSTERS = 1, 2
-"""Of two CTAs: the SMs of an H100 come in pairs, so that these fill it."""
+"""Sizes of clusters; the SMs of an H100 come in pairs, so clusters of two fill it."""
 
 MAX_ROUNDS = 8
 """Rounds of CTAs from which it does not matter that the last one is not full."""

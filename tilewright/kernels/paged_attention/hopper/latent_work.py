@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -34,29 +33,29 @@ SIZES = HALF, HALF, LATENT_DIM - VALUE_DIM
 STAGES = 2
 """Stages of the rings of latents: a third stage does not fit beside Q."""
 
-ITEM_OVERHEAD = 4
-"""Cost of a sequence besides its steps, in steps: its first loads and scores overlap with little, and its output."""
+ITEM_OVERHEAD = 2
+"""Cost of a sequence besides its steps, in steps: its first scores and its last PV overlap with little; its output."""
 
-MIN_RANGE = 2 * ITEM_OVERHEAD
+MIN_RANGE = 8
 """Steps that a range has at least, overhead included: the parts of a sequence are written and read again."""
 
 SHORT_BATCH = 2048
 """Sequences up to which all are compared with all for prefix sums, as one fused kernel of XLA's."""
 
 NORMALISER = STAGES
-"""Row of ``LatentScratch.scales`` after those of alpha, which holds 1 / l after the last step."""
+"""The first row of ``LatentScratch.scales`` after those of alpha."""
 
 
 class LatentScratch[R, M](NamedTuple):
     """Shared memory of the kernel: plans of rings and types or, in the kernel, what they bind.
 
     Attributes:
-      q_left, q_right, q_rest: Q of an item, in rings of one stage; the output of the item reuses the first two.
-      left, right: both halves of V.
+      q_left, q_right, q_rest: Q of an item, in rings of one stage.
+      left, right: both halves of V; after the last step of an item, its output.
       rest: the columns that only S needs, then P of the step, which both consumers read.
-      scales: ``[STAGES + 1, 64]`` float32, alpha of a step by its slot, and 1 / l.
+      scales: ``[2 · STAGES, 64]`` float32, alpha of a step by its slot, and 1 / l by that of the last step.
       ready: a barrier for each stage: P and alpha of its step are in shared memory.
-      finished: a barrier: 1 / l is in shared memory.
+      finished: a barrier for each stage, that of the last step: 1 / l is in shared memory.
     """
 
     q_left: R
@@ -83,9 +82,8 @@ class LatentPlan:
 
     def scratch(self) -> LatentScratch[RingPlan, object]:
         """The rings, and scratch types of the buffer and of the barriers."""
-        # Each part of Q is released by the consumer whose output takes its place, the rest by the one that reads it.
+        # Only the first consumer reads Q and the left half.
         q_left, q_right, q_rest = (RingPlan(SharedTile((ROWS, size), self.dtype), 1, 1) for size in SIZES)
-        # Only the first consumer reads the left half.
         left, right, rest = (
             RingPlan(
                 (RingPart(SharedTile((BLOCK_K, size), self.dtype), multicast=True),),
@@ -102,9 +100,9 @@ class LatentPlan:
             left=left,
             right=right,
             rest=rest,
-            scales=plgpu.SMEM((STAGES + 1, ROWS), jnp.float32),
+            scales=plgpu.SMEM((2 * STAGES, ROWS), jnp.float32),
             ready=plgpu.Barrier(num_barriers=STAGES),
-            finished=plgpu.Barrier(),
+            finished=plgpu.Barrier(num_barriers=STAGES),
         )
 
     @property
@@ -169,42 +167,59 @@ class LatentCall:
 
 
 class LatentRanges[Operand](NamedTuple):
-    """Equal ranges of the blocks of keys of all sequences, int32 ``[ranges + 1]``; the last entry is the end.
+    """Equal ranges of the blocks of keys of all sequences, as int32 arrays that XLA computes from the lengths.
 
-    A range begins in ``sequence`` with ``block``, and has all blocks up to the beginning of the next one. If a sequence
-    is cut, all ranges but the first that have a part of it begin in it, the last of them is ``last``.
+    The sequences stand one behind the other on a line, each with an overhead and then its blocks, and the line is cut.
 
     Attributes:
-      sequence: the number of sequences for what is behind the last.
+      ends: ``[sequences]``, where each sequence ends on the line.
+      sequence: ``[ranges + 1]``, the sequence in which a range begins; their number for what is behind the last.
     """
 
+    ends: Operand
     sequence: Operand
-    block: Operand
-    last: Operand
 
 
 def latent_ranges(lengths: jax.Array, call: LatentCall) -> LatentRanges[jax.Array]:
-    """Cuts the blocks of all sequences to ranges, each sequence with an overhead before its blocks.
+    """Cuts the blocks of all sequences to ranges.
 
     As in Stream-K (Osama et al., 2023), the cuts depend on the lengths only, so results repeat bit for bit.
     """
     blocks = jnp.maximum(-(-call.visible_length(lengths) // BLOCK_K), 1)
     cost = (blocks + ITEM_OVERHEAD).astype(jnp.int32)
-    index = np.arange(call.sequences)
+    index = jnp.arange(call.sequences, dtype=jnp.int32)
     if call.sequences <= SHORT_BATCH:
         ends = jnp.where(index[None] <= index[:, None], cost[None], 0).sum(axis=1, dtype=jnp.int32)
     else:
         ends = jnp.cumsum(cost, dtype=jnp.int32)
-    size = jnp.maximum(-(-ends[-1] // call.ranges), MIN_RANGE)
-    begin = jnp.arange(call.ranges + 1, dtype=jnp.int32) * size
-    # What a range begins in is found by comparing it with all ends: one kernel for the three, where a search has many
-    # dependent loads.
-    before = ends[None] <= begin[:, None]
-    sequence = before.sum(axis=1, dtype=jnp.int32)
-    first = jnp.where(before, ends[None], 0).max(axis=1)
-    end = jnp.where(before, np.iinfo(np.int32).max, ends[None]).min(axis=1)
-    block = jnp.where(sequence < call.sequences, jnp.maximum(begin - (first + ITEM_OVERHEAD), 0), 0)
-    return LatentRanges(sequence, block, (end - 1) // size)
+    # The sequence is found by comparing with all ends, where a search has many dependent loads. These sums are two
+    # kernels of XLA's; whatever else follows from them would be more, and is left to the kernels that read them.
+    begin = jnp.arange(call.ranges + 1, dtype=jnp.int32) * range_size(call, ends)
+    return LatentRanges(ends, (ends[None] <= begin[:, None]).sum(axis=1, dtype=jnp.int32))
+
+
+def range_size(call: LatentCall, ends: jax.Array | Ref) -> jax.Array:
+    """The length of each range on the line."""
+    return lax.max(lax.div(ends[call.sequences - 1] + (call.ranges - 1), jnp.int32(call.ranges)), jnp.int32(MIN_RANGE))
+
+
+def begin_of_range(
+    call: LatentCall, ranges: LatentRanges[jax.Array] | LatentRanges[Ref], number: Scalar
+) -> tuple[jax.Array, jax.Array]:
+    """The sequence and the block with which a range begins, and the one before it ends."""
+    sequence = ranges.sequence[number]
+    before = jnp.where(sequence > 0, ranges.ends[jnp.maximum(sequence - 1, 0)], 0)
+    block = number * range_size(call, ranges.ends) - (before + ITEM_OVERHEAD)
+    # One that begins in the overhead has all blocks.
+    return sequence, jnp.where(sequence < call.sequences, jnp.maximum(block, 0), 0)
+
+
+def last_of_sequence(
+    call: LatentCall, ranges: LatentRanges[jax.Array] | LatentRanges[Ref], number: Scalar
+) -> jax.Array:
+    """The last range that has blocks of the sequence in which a range begins."""
+    end = ranges.ends[jnp.minimum(ranges.sequence[number], call.sequences - 1)]
+    return lax.div(end - 1, range_size(call, ranges.ends))
 
 
 def number_of_range(call: LatentCall) -> jax.Array:
@@ -212,9 +227,11 @@ def number_of_range(call: LatentCall) -> jax.Array:
     return lax.div(lax.axis_index("program"), jnp.int32(call.clusters))
 
 
-def sequences_of_range(ranges: LatentRanges[Ref], number: Scalar) -> tuple[Scalar, Scalar]:
-    """The first sequence of a range, and one past the last that it has blocks of."""
-    return ranges.sequence[number], ranges.sequence[number + 1] + (ranges.block[number + 1] > 0).astype(jnp.int32)
+def sequences_of_range(call: LatentCall, ranges: LatentRanges[Ref]) -> tuple[jax.Array, jax.Array]:
+    """The first sequence of this CTA's range, and one past the last that it has blocks of."""
+    number = number_of_range(call)
+    last, cut = begin_of_range(call, ranges, number + 1)
+    return ranges.sequence[number], last + (cut > 0).astype(jnp.int32)
 
 
 def blocks_of_item(
@@ -222,12 +239,13 @@ def blocks_of_item(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The first block of a sequence that this CTA's range has, one past the last, and whether these are not all."""
     number = number_of_range(call)
-    first = jnp.where(sequence == ranges.sequence[number], ranges.block[number], 0)
+    (first_sequence, block), (last_sequence, cut) = (
+        begin_of_range(call, ranges, each) for each in (number, number + 1)
+    )
+    first = jnp.where(sequence == first_sequence, block, 0)
     blocks = lax.max(_blocks(call.visible_length(lengths_ref[sequence])), jnp.int32(1))
-    # A range ends where the next one begins.
-    is_cut = sequence == ranges.sequence[number + 1]
-    end = jnp.where(is_cut, ranges.block[number + 1], blocks)
-    return first, end, is_cut | (first > 0)
+    is_cut = sequence == last_sequence
+    return first, jnp.where(is_cut, cut, blocks), is_cut | (first > 0)
 
 
 def part_of_item(call: LatentCall, ranges: LatentRanges[Ref], lengths_ref: Ref, sequence: Scalar) -> jax.Array:
