@@ -28,7 +28,7 @@ class _TritonCall:
         self.args = args
 
     def to_proto(self, *_: Any) -> bytes:
-        return b"proto"
+        return repr(self.args).encode()
 
 
 @contextlib.contextmanager

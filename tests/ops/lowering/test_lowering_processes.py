@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 import tilewright
-from tests.ops.lowering.test_mosaic_target import PLUGIN
+from tests.ops.lowering.test_custom_calls import PLUGIN
 
 ROOT = Path(tilewright.__path__[0]).parent
 
@@ -44,6 +45,31 @@ assert text.count("mosaic_gpu_v2") >= 3
 imported = "jax.experimental.mosaic.gpu" in sys.modules
 sha = hashlib.sha256(text.encode()).hexdigest()
 print(json.dumps({**counts, "sha": sha, "x64": jax.config.jax_enable_x64, "imported": imported}))
+"""
+
+TRITON = """
+import hashlib, json, sys
+import jax, jax.numpy as jnp
+from tests.every_op.matrix import without_builds
+from tilewright.modules import page_attention, rms_norm
+from tilewright.ops.lowering import mlir_modules
+
+lowered, lower = [], mlir_modules.lower
+mlir_modules.lower = lambda *args: lowered.append(args) or lower(*args)
+
+struct = jax.ShapeDtypeStruct
+pages, table = struct((8, 16, 2, 64), jnp.bfloat16), struct((4, 2), jnp.int32)
+def step(x, weight, pages, table, lengths):
+    x = rms_norm(x, weight, platform="triton")
+    return page_attention(x.reshape(4, 4, 64), pages, pages, table, lengths, platform="triton")
+device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
+arrays = struct((4, 256), jnp.bfloat16), struct((256,), jnp.bfloat16), pages, table, struct((4,), jnp.int32)
+with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)), without_builds():
+    text = jax.jit(step).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+sha = hashlib.sha256(text.encode()).hexdigest()
+imported = [name for name in ("triton", "jax.experimental.mosaic.gpu") if name in sys.modules]
+print(json.dumps({"lowered": len(lowered), "sha": sha, "calls": text.count("@triton_kernel_call_ffi"),
+                  "imported": imported}))
 """
 
 ON_THE_CPU = """
@@ -125,6 +151,40 @@ def test_another_setting_is_another_program(hopper: dict[str, Any]):
 
 def test_nothing_of_the_lowering_is_imported_for_kernels_on_disk(hopper: dict[str, Any]):
     assert (hopper["late"]["imported"], hopper["after"]["imported"]) == (True, False)
+
+
+@pytest.fixture(scope="module")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What processes with one cache say of Triton kernels: two, one with another Triton, and one with other sources."""
+    pytest.importorskip("triton")
+    cache, other = tmp_path_factory.mktemp("cache"), tmp_path_factory.mktemp("other")
+    found = {name: said(start(TRITON, cache)) for name in ("first", "second")}
+    # The first on the path is the one that counts, also for Triton, which finds its compilers by its entry points.
+    about = other / "triton-99.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: triton\nVersion: 99.0\n")
+    (about / "entry_points.txt").write_text("[triton.backends]\nnvidia = triton.backends.nvidia\n")
+    found["version"] = said(start(TRITON, cache, PYTHONPATH=os.pathsep.join([str(other), str(ROOT)])))
+    shutil.copytree(ROOT / "tilewright", other / "sources" / "tilewright", ignore=shutil.ignore_patterns("__pycache__"))
+    changed = other / "sources" / "tilewright" / "kernels" / "paged_attention" / "triton" / "elements.py"
+    changed.write_text(f"{changed.read_text()}\nADDED = 1\n")
+    path = os.pathsep.join([str(other / "sources"), str(ROOT)])
+    # Without the working directory before the path.
+    found["sources"] = said(start(TRITON, cache, PYTHONPATH=path, PYTHONSAFEPATH="1"))
+    found["again"] = said(start(TRITON, cache))
+    return found
+
+
+def test_triton_is_not_imported_for_kernels_on_disk(triton: dict[str, Any]):
+    assert (triton["first"]["lowered"], triton["first"]["imported"]) == (2, ["triton"])
+    assert triton["first"]["calls"] >= 2
+    for name in ("second", "again"):
+        assert triton[name] == {**triton["first"], "lowered": 0, "imported": []}
+
+
+@pytest.mark.parametrize("change", ["version", "sources"])
+def test_another_triton_and_other_sources_find_nothing(triton: dict[str, Any], change: str):
+    assert (triton[change]["lowered"], triton[change]["imported"]) == (2, ["triton"])
 
 
 def test_with_jaxs_own_cache_the_second_process_compiles_nothing(tmp_path):

@@ -16,6 +16,7 @@ class HopperExperts(ExpertsBackend):
     name: ClassVar[str] = "hopper"
     platform: ClassVar[Platform] = Platform.PALLAS
     gathers: ClassVar[bool] = True
+    keeps_lowering: ClassVar[bool] = True
 
     def movement(self, inputs: ExpertsInputs, device: Device) -> Movement:
         in_triton = MOVEMENTS[Platform.TRITON]

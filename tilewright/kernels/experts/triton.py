@@ -16,6 +16,7 @@ class TritonExperts(ExpertsBackend):
     name: ClassVar[str] = "triton"
     platform: ClassVar[Platform] = Platform.TRITON
     late_import: ClassVar[str] = "triton"
+    keeps_lowering: ClassVar[bool] = True
 
     def movement(self, inputs: ExpertsInputs, device: Device) -> Movement:
         return MOVEMENTS[Platform.TRITON]

@@ -12,6 +12,7 @@ from tilewright.errors import BuildError
 from tilewright.kernels.op.footprint import block_limits
 from tilewright.kernels.triton.description import ALIGNMENT, Launch
 from tilewright.kernels.triton.dtypes import type_name
+from tilewright.ops.lowering.custom_calls import triton_settings
 
 PTX_VERSION = 87
 """PTX ISA of CUDA 12.8: the ptxas that XLA uses for what the GPU runs may be older than Triton's own."""
@@ -56,9 +57,14 @@ class Report:
         return found
 
 
-@functools.lru_cache(maxsize=1024)
 def compiled(launch: Launch, capability: tuple[int, int]) -> CompiledKernel:
     """Compiles a launch by ``triton.compile``; from Triton's cache on disk, if any process compiled it before."""
+    return _compiled(launch, capability, triton_settings())
+
+
+# What was made under other settings must not be kept on disk as what Triton makes by itself.
+@functools.lru_cache(maxsize=1024)
+def _compiled(launch: Launch, capability: tuple[int, int], settings: tuple[str, ...]) -> CompiledKernel:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -139,13 +139,13 @@ _triton_p.def_impl(lambda *inputs, **params: jax.jit(lambda *inputs: _triton_p.b
 
 @_triton_p.def_abstract_eval
 def _(*_: object, launch: Launch, capability: tuple[int, int] | None, name: str) -> list[Any]:
-    # Typed like arrays of the current mesh, so that an update of one of those can be a result.
+    # Typed like arrays of the current mesh, as JAX types the results of its own operations: an update of one of those
+    # can be a result, and the results of a kernel are found on disk whichever of both they are.
     mesh = jax.sharding.get_abstract_mesh()
 
     def typed(output: jax.ShapeDtypeStruct) -> Any:
         whole = PartitionSpec(*(None,) * len(output.shape))
-        sharding = None if mesh.empty else jax.sharding.NamedSharding(mesh, whole)
-        return jax.core.ShapedArray(output.shape, output.dtype, sharding=sharding)
+        return jax.core.ShapedArray(output.shape, output.dtype, sharding=jax.sharding.NamedSharding(mesh, whole))
 
     return [typed(output) for output in launch.outputs]
 

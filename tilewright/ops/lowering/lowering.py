@@ -16,9 +16,8 @@ from jax._src.lib.mlir import ir
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from tilewright.ops.lowering import ahead, mlir_modules
+from tilewright.ops.lowering import ahead, custom_calls, mlir_modules
 from tilewright.ops.lowering.lowered_files import LoweredFiles
-from tilewright.ops.lowering.mosaic_target import register_mosaic_gpu
 from tilewright.ops.lowering.program_key import describe, is_shared, read, written
 from tilewright.ops.lowering.stages import Program, Results, traced
 from tilewright.ops.lowering.surroundings import (
@@ -34,12 +33,6 @@ logger = logging.getLogger(__name__)
 
 MEMORY_LIMIT = 128 << 20
 """Bytes of lowered kernels that a process keeps in memory."""
-
-_TARGETS = {"mosaic_gpu_v2": register_mosaic_gpu}
-"""Custom calls that a module on disk may contain, and the functions to call before such a module is compiled.
-
-These calls are self-contained; those of other kernels refer to state of the process that made them.
-"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,7 +157,7 @@ def _find_or_lower(
     if module is None:
         return Lowered(None)
     bytecode = mlir_modules.bytecode_of(module)
-    if disk_key is not None and _TARGETS.keys() >= set(targets := mlir_modules.custom_calls(module)):
+    if disk_key is not None and custom_calls.can_be_kept(targets := mlir_modules.custom_calls(module)):
         # Another process may have been faster: if all use the same module, JAX's cache compiles one program for all.
         if _FILES.has(disk_key) and (found := _from_disk(ctx, operands, disk_key)) is not None:
             return found
@@ -192,8 +185,10 @@ def _from_disk(
     if file is None:
         return None
     try:
-        for target in file.about["targets"]:
-            _TARGETS[target]()
+        targets = file.about["targets"]
+        if custom_calls.TRITON in targets and custom_calls.triton_settings():
+            return None
+        custom_calls.register(targets)
         module = mlir_modules.parsed(ctx, file.content)
         if not mlir_modules.takes(module, operands):
             raise ValueError("it is for other operands")

@@ -47,6 +47,7 @@ class TritonFlashAttention(Backend[AttentionInputs, Results, TritonForwardParams
     forward_params: ClassVar[type] = TritonForwardParams
     backward_params: ClassVar[type] = TritonBackwardParams
     late_import: ClassVar[str] = "triton"
+    keeps_lowering: ClassVar[bool] = True
     serves: ClassVar[frozenset[str]] = frozenset(
         {"bias", "mask", "softmax_aux", "dropout_seed", "dropout_prob", "logits_soft_cap", "precision"}
     )

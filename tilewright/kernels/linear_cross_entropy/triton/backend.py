@@ -39,6 +39,7 @@ class TritonLinearCrossEntropy(BlockedCrossEntropy[TritonLossParams, TritonLossB
     forward_params: ClassVar[type] = TritonLossParams
     backward_params: ClassVar[type] = TritonLossBackwardParams
     late_import: ClassVar[str] = "triton"
+    keeps_lowering: ClassVar[bool] = True
 
     def reasons(self, inputs: LossInputs, device: Device, direction: Direction) -> list[str]:
         reasons = unavailable(device)

@@ -37,6 +37,7 @@ class _TritonBackend(MatmulBackend[Any, Any], abc.ABC):
     platform: ClassVar[Platform] = Platform.TRITON
     multiple: ClassVar[int] = 32
     late_import: ClassVar[str] = "triton"
+    keeps_lowering: ClassVar[bool] = True
     serves: ClassVar[frozenset[str]] = frozenset(
         {"up", "activation", "group_sizes", "group_offset", "transpose_rhs", "precision"}
     )

@@ -48,6 +48,7 @@ class TritonNorm(Backend[NormInputs, NormResults, NormForwardParams, NormBackwar
     forward_params: ClassVar[type] = NormForwardParams
     backward_params: ClassVar[type] = NormBackwardParams
     late_import: ClassVar[str] = "triton"
+    keeps_lowering: ClassVar[bool] = True
     serves: ClassVar[frozenset[str]] = frozenset({"residual", "weight", "bias", "eps", "weight_offset"})
 
     def reasons(self, inputs: NormInputs, device: Device, direction: Direction) -> list[str]:

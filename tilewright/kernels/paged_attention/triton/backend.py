@@ -54,6 +54,7 @@ class TritonPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
     name: ClassVar[str] = "triton"
     platform: ClassVar[Platform] = Platform.TRITON
     late_import: ClassVar[str] = "triton"
+    keeps_lowering: ClassVar[bool] = True
     forward_params: ClassVar[type] = FwdParams
     serves: ClassVar[frozenset[str]] = frozenset(
         {

@@ -30,6 +30,7 @@ class TritonRopeUpdatePages(InferenceBackend[RotateInputs, Rotated, FwdParams]):
     name: ClassVar[str] = "triton"
     platform: ClassVar[Platform] = Platform.TRITON
     late_import: ClassVar[str] = "triton"
+    keeps_lowering: ClassVar[bool] = True
     forward_params: ClassVar[type] = FwdParams
     serves: ClassVar[frozenset[str]] = frozenset(
         {"key_scale", "value_scale", "base", "scaling", "interleaved", "rotary_dim"}

@@ -18,6 +18,7 @@ class _TritonBackend(MovingBackend[Any], abc.ABC):
     name: ClassVar[str] = "triton"
     platform: ClassVar[Platform] = Platform.TRITON
     late_import: ClassVar[str] = "triton"
+    keeps_lowering: ClassVar[bool] = True
     movement: ClassVar[Movement] = TritonMovement()
 
 

@@ -53,6 +53,7 @@ class TritonRouter(Backend[RouterInputs, tuple[Any, Any], TritonRouterParams, Tr
     forward_params: ClassVar[type] = TritonRouterParams
     backward_params: ClassVar[type] = TritonRouterParams
     late_import: ClassVar[str] = "triton"
+    keeps_lowering: ClassVar[bool] = True
     serves: ClassVar[frozenset[str]] = frozenset({"bias", "scoring", "normalize", "num_groups", "top_groups", "scale"})
 
     def reasons(self, inputs: RouterInputs, device: Device, direction: Direction) -> list[str]:

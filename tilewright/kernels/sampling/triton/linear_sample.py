@@ -56,6 +56,7 @@ class TritonLinearSample(InferenceBackend[LinearSampleInputs, Draw, TritonLinear
     platform: ClassVar[Platform] = Platform.TRITON
     forward_params: ClassVar[type] = TritonLinearSampleParams
     late_import: ClassVar[str] = "triton"
+    keeps_lowering: ClassVar[bool] = True
     serves: ClassVar[frozenset[str]] = frozenset({"bias", "temperature", "vocab_first", "logits_soft_cap"})
 
     def forward_reasons(self, inputs: LinearSampleInputs, device: Device) -> list[str]:

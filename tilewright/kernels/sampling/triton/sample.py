@@ -64,6 +64,7 @@ class TritonSample(InferenceBackend[SampleInputs, Draw, TritonSampleParams]):
     platform: ClassVar[Platform] = Platform.TRITON
     forward_params: ClassVar[type] = TritonSampleParams
     late_import: ClassVar[str] = "triton"
+    keeps_lowering: ClassVar[bool] = True
     serves: ClassVar[frozenset[str]] = frozenset({"temperature", "top_k", "top_p", "min_p"})
 
     def forward_reasons(self, inputs: SampleInputs, device: Device) -> list[str]:
