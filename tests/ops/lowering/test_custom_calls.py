@@ -9,6 +9,7 @@ import pytest
 from jax._src.lib import gpu_triton
 
 from tilewright.ops.lowering import custom_calls
+from tilewright.ops.utils.triton_settings import triton_settings
 
 SCRIPT = """
 import json, os, sys
@@ -81,14 +82,14 @@ class TestSettingsOfTriton:
         ],
     )  # fmt: skip
     def test_of_the_environment(self, monkeypatch, name):
-        before = custom_calls.triton_settings()
+        before = triton_settings()
         assert custom_calls.can_be_kept([custom_calls.TRITON])
         monkeypatch.setenv(name, "1")
-        assert set(custom_calls.triton_settings()) - set(before) == {f"{name}=1"}
+        assert set(triton_settings()) - set(before) == {f"{name}=1"}
         assert not custom_calls.can_be_kept([custom_calls.TRITON])
         assert custom_calls.can_be_kept([custom_calls.MOSAIC_GPU])
         monkeypatch.setenv(name, "")
-        assert custom_calls.triton_settings() == before
+        assert triton_settings() == before
 
     @pytest.mark.parametrize(
         "name",
@@ -100,18 +101,18 @@ class TestSettingsOfTriton:
     )  # fmt: skip
     def test_harmless_ones(self, monkeypatch, name):
         monkeypatch.setenv(name, "1")
-        assert custom_calls.triton_settings() == ()
+        assert triton_settings() == ()
 
     def test_of_the_process(self, monkeypatch):
         knobs = pytest.importorskip("triton.knobs")
-        assert custom_calls.triton_settings() == ()
+        assert triton_settings() == ()
         monkeypatch.setitem(knobs.compilation.__dict__, "use_ir_loc", "ttir")
-        assert custom_calls.triton_settings() == ("use_ir_loc=ttir",)
+        assert triton_settings() == ("use_ir_loc=ttir",)
         monkeypatch.setitem(knobs.runtime.__dict__, "add_stages_inspection_hook", print)
-        assert len(custom_calls.triton_settings()) == 2
+        assert len(triton_settings()) == 2
         monkeypatch.undo()
         knobs.refresh_knobs()  # sets attributes to what they are
-        assert custom_calls.triton_settings() == ()
+        assert triton_settings() == ()
         monkeypatch.setattr(type(knobs.compilation), "instrumentation_mode", "fpsan")
         monkeypatch.delitem(knobs.compilation.__dict__, "instrumentation_mode")
-        assert custom_calls.triton_settings() == ("instrumentation_mode=fpsan",)
+        assert triton_settings() == ("instrumentation_mode=fpsan",)

@@ -12,7 +12,7 @@ from tilewright.errors import BuildError
 from tilewright.kernels.op.footprint import block_limits
 from tilewright.kernels.triton.description import ALIGNMENT, Launch
 from tilewright.kernels.triton.dtypes import type_name
-from tilewright.ops.lowering.custom_calls import triton_settings
+from tilewright.ops.utils.triton_settings import triton_settings
 
 PTX_VERSION = 87
 """PTX ISA of CUDA 12.8: the ptxas that XLA uses for what the GPU runs may be older than Triton's own."""
