@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import itertools
+import os
 import re
 import sys
 import time
@@ -18,8 +19,9 @@ _IMPORT = re.compile(
 )
 _WORD = re.compile(r"[^\W\d][\w.]*")
 
-# Lines of comments do not count; the space tells them from directives of C in strings.
-_COMMENT = re.compile(rb"^[ \t]*# .*\n", re.MULTILINE)
+# Lines of comments do not count; the space tells them from directives of C in strings. A pattern that begins with the
+# end of the line before takes a sixth of the time of one that may begin anywhere.
+_COMMENT = re.compile(rb"\n[ \t]*# [^\n]*(?=\n)")
 
 
 def sources_fingerprint(sources: Mapping[str, Path]) -> str:
@@ -33,7 +35,9 @@ def sources_fingerprint(sources: Mapping[str, Path]) -> str:
         for name, path in sorted(sources.items()):
             if path.stat().st_mtime > _STARTED:
                 return ""
-            content = _COMMENT.sub(b"", path.read_bytes()) if path.suffix == ".py" else path.read_bytes()
+            content = path.read_bytes()
+            if path.suffix == ".py":
+                content = _COMMENT.sub(b"", b"\n" + content)[1:]
             digest.update(f"{len(name)} {name} {len(content)} ".encode() + content)
     except OSError:
         return ""
@@ -53,7 +57,12 @@ def _package(name: str) -> dict[str, Path]:
         return {}
     if file.name != "__init__.py":
         return {file.name: file}
-    return {f"{name}/{path.relative_to(file.parent).as_posix()}": path for path in file.parent.rglob("*.py")}
+    root = str(file.parent)
+    found: dict[str, Path] = {}
+    for folder, _, files in os.walk(root):
+        place = f"{name}{folder[len(root) :].replace(os.sep, '/')}"
+        found |= {f"{place}/{each}": Path(folder, each) for each in files if each.endswith(".py")}
+    return found
 
 
 def imported(modules: Iterable[str], counts: Callable[[str], bool]) -> dict[str, Path]:
