@@ -366,18 +366,30 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         return lock
 
     @classmethod
-    def from_json(cls, text: str, *, lost: Lost | None = None, op: str | None = None) -> "AutotuningResult":
+    def from_json(cls, text: str) -> "AutotuningResult":
         """Reads what ``to_json`` wrote.
-
-        Args:
-          op: leave out the entries of other ops, and so the modules of their configs.
-          lost: called with the error of each entry or candidate that cannot be read, in place of raising it.
 
         Raises:
           ValueError: the text is not such a result, has another schema, or names a type that cannot be found.
         """
         try:
             document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not the JSON of an AutotuningResult: {error!r}") from error
+        return cls.of_document(document)
+
+    @classmethod
+    def of_document(cls, document: Any, *, lost: Lost | None = None, op: str | None = None) -> "AutotuningResult":
+        """Reads the data that ``to_json`` writes as text.
+
+        Args:
+          op: leave out the entries of other ops, and so the modules of their configs.
+          lost: called with the error of each entry or candidate that cannot be read, in place of raising it.
+
+        Raises:
+          ValueError: they are not such a result, have another schema, or name a type that cannot be found.
+        """
+        try:
             if document["schema"] != SCHEMA:
                 raise ValueError(f"{document['schema']=} is not {SCHEMA}")
             read = functools.partial(TunedCall.of_json, lost=lost)
@@ -387,7 +399,7 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
             entries = tuple(entry for _, entry in _readable(wanted, read, lost))
             toolchain = dict(document["toolchain"])
             return cls(entries, device=document["device"], toolchain=toolchain, interrupted=document["interrupted"])
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the JSON of an AutotuningResult: {error!r}") from error
 
 

@@ -41,22 +41,27 @@ def load_tables(device: str, folder: Path | None = None, *, op: str | None = Non
 @functools.lru_cache(maxsize=64)
 def _read(file: Any, device: str, op: str | None) -> Table:
     try:
-        text = file.read_text()
-        document = json.loads(text)
+        document = _document(file)
         # Rebuilding configs loads the modules of their backends: not those of other devices' tables, nor of other ops.
         if isinstance(document, dict) and document.get("device", device) != device:
             return {}
-        result = _result(file, text, op)
+        result = _result(file, document, op)
     except (OSError, ValueError) as error:
         logger.warning("the tuned table %s cannot be read: %s", file.name, error)
         return {}
     return {entry.key: entry for entry in result}
 
 
-def _result(file: Any, text: str, op: str | None = None) -> AutotuningResult:
+@functools.lru_cache(maxsize=8)
+def _document(file: Any) -> Any:
+    """The data of a table, parsed once for all ops."""
+    return json.loads(file.read_text())
+
+
+def _result(file: Any, document: Any, op: str | None = None) -> AutotuningResult:
     """The content of a table, without the entries and candidates that name what this version does not have."""
-    return AutotuningResult.from_json(
-        text,
+    return AutotuningResult.of_document(
+        document,
         lost=lambda error: logger.warning("the tuned table %s is read without a part: %s", file.name, error),
         op=op,
     )
@@ -82,11 +87,11 @@ def add_to_table(file: Path, result: AutotuningResult, command: str) -> None:
     commands: list[str] = []
     merged = result
     if file.exists():
-        text = file.read_text()
-        before = _result(file, text)
+        document = json.loads(file.read_text())
+        before = _result(file, document)
         if before.device != result.device:
             raise ValueError(f"{file} is of {before.device!r}, not of {result.device!r}")
-        commands = list(json.loads(text).get("commands", ()))
+        commands = list(document.get("commands", ()))
         merged = before | result
     document = json.loads(merged.compact().to_json()) | {"commands": list(dict.fromkeys([*commands, command]))}
     temporary = file.with_suffix(".part")  # a killed run leaves either the old table or the new one
