@@ -226,15 +226,33 @@ def test_every_table_of_cuda_variants_can_be_found():
         assert table.name == name
 
 
-def test_type_checkers_find_the_function_of_every_op():
-    """They read no table of ops: each has a line among the imports of ``tilewright.modules``."""
+def test_the_functions_of_every_op_are_found_by_their_names():
+    """The names stand in a table, from which they are imported; the stub, which type checkers read, is made from it."""
     from tilewright import modules
     from tilewright.kernels import OPS, function, kernel
 
     for name in OPS:
-        assert vars(modules).get(name) is function(name), name
-        assert vars(modules).get(type(kernel(name)).__name__) is type(kernel(name)), name
-        assert {name, type(kernel(name)).__name__} <= set(modules.__all__)
+        kind = type(kernel(name))
+        assert {name, kind.__name__} <= set(modules.__all__)
+        assert (getattr(modules, name), getattr(modules, kind.__name__)) == (function(name), kind), name
+    for name in modules.__all__:
+        assert getattr(modules, name) is not None
+        assert name in dir(modules)
+
+
+def test_a_function_imports_its_own_op_alone():
+    code = """
+import sys
+from tilewright.modules import page_attention
+ops = {name.split(".")[2] for name in sys.modules if name.startswith("tilewright.kernels.")}
+assert "paged_attention" in ops, ops
+print(*sorted(ops & {"experts", "flash_attention", "linear_cross_entropy", "matmul", "norms", "permutation", "router"}))
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
 
 
 def test_the_capability_tables_show_what_the_backends_declare():

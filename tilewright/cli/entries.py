@@ -31,8 +31,10 @@ def open_cache(folder: Path | None = None) -> PersistentCache:
       typer.BadParameter: the given folder does not exist or cannot be listed.
       Failure: the user's folder cannot be read.
     """
-    import tilewright.modules  # noqa: F401  the types of the configs: the cache rebuilds only those that are loaded
+    from tilewright.kernels import OPS, kernel
 
+    for op in OPS:  # the types of the configs: the cache rebuilds only those that are loaded
+        kernel(op)
     # A config whose type is not loaded is shown as text; a warning for each would only alarm the user.
     logging.getLogger(PersistentCache.__module__).addFilter(_is_no_unloaded_warning)
     cache = PersistentCache(folder)

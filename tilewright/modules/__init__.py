@@ -1,151 +1,80 @@
-"""The functions that most users call, and their kernels."""
+"""The functions that most users call, and their kernels, each imported when it is first used.
+
+A program pays for the ops that it calls: all of them take a second to import.
+"""
 
 import importlib
 from typing import Any
 
 from tilewright import kernels
-from tilewright.kernels.experts.op import MoeMlp, moe_mlp
-from tilewright.kernels.linear_cross_entropy.kl import LinearKlDivergence, linear_kl_divergence
-from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy, linear_cross_entropy, linear_log_probs
-from tilewright.kernels.matmul.distributed.op import all_gather_matmul, matmul_reduce_scatter
-from tilewright.kernels.matmul.ops.gated_grouped_matmul import GatedGroupedMatmul, gated_grouped_matmul
-from tilewright.kernels.matmul.ops.glu import Glu, glu
-from tilewright.kernels.matmul.ops.grouped_matmul import GroupedMatmul, grouped_matmul
-from tilewright.kernels.matmul.ops.matmul import Matmul, matmul
-from tilewright.kernels.norms.op import LayerNorm, RmsNorm, layer_norm, rms_norm
-from tilewright.kernels.permutation.ops.permute import Permute, permute
-from tilewright.kernels.permutation.ops.unpermute import Unpermute, unpermute
-from tilewright.kernels.rope.op import Rope, rope
-from tilewright.kernels.rope.scaling import (
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    NtkScaling,
-    RopeScaling,
-    YarnScaling,
-)
-from tilewright.kernels.router.losses import load_balancing_loss, router_z_loss
-from tilewright.kernels.router.op import TopKRouter, top_k_router
-from tilewright.modules.attention import (
-    FlashAttention,
-    context_parallel_attention,
-    dot_product_attention,
-    flash_attention,
-    unzigzag,
-    zigzag,
-)
-from tilewright.modules.serving import (
-    ChunkedPrefillPagedDecode,
-    DecodeAttention,
-    LinearSample,
-    MlaDecode,
-    MlaRaggedPageAttention,
-    PageAttention,
-    RaggedDecodeAttention,
-    RaggedPageAttention,
-    RopeUpdatePages,
-    Sample,
-    UnifiedAttention,
-    UpdatePages,
-    chunked_prefill_paged_decode,
-    context_parallel_mla_decode,
-    context_parallel_page_attention,
-    context_parallel_update_pages,
-    decode_attention,
-    flash_mla,
-    linear_sample,
-    mla_decode,
-    mla_ragged_page_attention,
-    page_attention,
-    ragged_decode_attention,
-    ragged_page_attention,
-    rope_update_pages,
-    sample,
-    shared_prefix_page_attention,
-    unified_attention,
-    update_pages,
-)
 
-__all__ = [
-    "ChunkedPrefillPagedDecode",
-    "DecodeAttention",
-    "FlashAttention",
-    "GatedGroupedMatmul",
-    "Glu",
-    "GroupedMatmul",
-    "LayerNorm",
-    "LinearCrossEntropy",
-    "LinearKlDivergence",
-    "LinearSample",
-    "LinearScaling",
-    "Llama3Scaling",
-    "LongRopeScaling",
-    "Matmul",
-    "MlaDecode",
-    "MlaRaggedPageAttention",
-    "MoeMlp",
-    "NtkScaling",
-    "PageAttention",
-    "Permute",
-    "RaggedDecodeAttention",
-    "RaggedPageAttention",
-    "RmsNorm",
-    "Rope",
-    "RopeScaling",
-    "RopeUpdatePages",
-    "Sample",
-    "TopKRouter",
-    "UnifiedAttention",
-    "Unpermute",
-    "UpdatePages",
-    "YarnScaling",
-    "all_gather_matmul",
-    "base",
-    "chunked_prefill_paged_decode",
-    "context_parallel_attention",
-    "context_parallel_mla_decode",
-    "context_parallel_page_attention",
-    "context_parallel_update_pages",
-    "decode_attention",
-    "dot_product_attention",
-    "flash_attention",
-    "flash_mla",
-    "gated_grouped_matmul",
-    "glu",
-    "grouped_matmul",
-    "layer_norm",
-    "linear_cross_entropy",
-    "linear_kl_divergence",
-    "linear_log_probs",
-    "linear_sample",
-    "load_balancing_loss",
-    "matmul",
-    "matmul_reduce_scatter",
-    "mla_decode",
-    "mla_ragged_page_attention",
-    "moe_mlp",
-    "page_attention",
-    "permute",
-    "ragged_decode_attention",
-    "ragged_page_attention",
-    "rms_norm",
-    "rope",
-    "rope_update_pages",
-    "router_z_loss",
-    "sample",
-    "shared_prefix_page_attention",
-    "top_k_router",
-    "unified_attention",
-    "unpermute",
-    "unzigzag",
-    "update_pages",
-    "zigzag",
-]
+_NAMES: dict[str, tuple[str, ...]] = {
+    "kernels.experts.op": ("MoeMlp", "moe_mlp"),
+    "kernels.flash_attention.context_parallel": ("context_parallel_attention",),
+    "kernels.flash_attention.distributed.layout": ("unzigzag", "zigzag"),
+    "kernels.flash_attention.op": ("FlashAttention", "flash_attention"),
+    "kernels.linear_cross_entropy.kl": ("LinearKlDivergence", "linear_kl_divergence"),
+    "kernels.linear_cross_entropy.op": ("LinearCrossEntropy", "linear_cross_entropy", "linear_log_probs"),
+    "kernels.matmul.distributed.op": ("all_gather_matmul", "matmul_reduce_scatter"),
+    "kernels.matmul.ops.gated_grouped_matmul": ("GatedGroupedMatmul", "gated_grouped_matmul"),
+    "kernels.matmul.ops.glu": ("Glu", "glu"),
+    "kernels.matmul.ops.grouped_matmul": ("GroupedMatmul", "grouped_matmul"),
+    "kernels.matmul.ops.matmul": ("Matmul", "matmul"),
+    "kernels.norms.op": ("LayerNorm", "RmsNorm", "layer_norm", "rms_norm"),
+    "kernels.paged_attention.context_parallel": (
+        "context_parallel_mla_decode",
+        "context_parallel_page_attention",
+        "context_parallel_update_pages",
+    ),
+    "kernels.paged_attention.ops.chunked_prefill_paged_decode": (
+        "ChunkedPrefillPagedDecode",
+        "chunked_prefill_paged_decode",
+    ),
+    "kernels.paged_attention.ops.decode_attention": ("DecodeAttention", "decode_attention"),
+    "kernels.paged_attention.ops.mla_decode": ("MlaDecode", "mla_decode"),
+    "kernels.paged_attention.ops.mla_ragged_page_attention": ("MlaRaggedPageAttention", "mla_ragged_page_attention"),
+    "kernels.paged_attention.ops.page_attention": ("PageAttention", "page_attention"),
+    "kernels.paged_attention.ops.ragged_decode_attention": ("RaggedDecodeAttention", "ragged_decode_attention"),
+    "kernels.paged_attention.ops.ragged_page_attention": ("RaggedPageAttention", "ragged_page_attention"),
+    "kernels.paged_attention.ops.rope_update_pages": ("RopeUpdatePages", "rope_update_pages"),
+    "kernels.paged_attention.ops.unified_attention": ("UnifiedAttention", "unified_attention"),
+    "kernels.paged_attention.ops.update_pages": ("UpdatePages", "update_pages"),
+    "kernels.paged_attention.shared_prefix": ("shared_prefix_page_attention",),
+    "kernels.permutation.ops.permute": ("Permute", "permute"),
+    "kernels.permutation.ops.unpermute": ("Unpermute", "unpermute"),
+    "kernels.rope.op": ("Rope", "rope"),
+    "kernels.rope.scaling": (
+        "LinearScaling",
+        "Llama3Scaling",
+        "LongRopeScaling",
+        "NtkScaling",
+        "RopeScaling",
+        "YarnScaling",
+    ),
+    "kernels.router.losses": ("load_balancing_loss", "router_z_loss"),
+    "kernels.router.op": ("TopKRouter", "top_k_router"),
+    "kernels.sampling.ops.linear_sample": ("LinearSample", "linear_sample"),
+    "kernels.sampling.ops.sample": ("Sample", "sample"),
+    "modules.attention": ("dot_product_attention",),
+    "modules.serving": ("flash_mla",),
+}
+"""The names in each module, below ``tilewright``."""
+
+_HOMES = {name: f"tilewright.{module}" for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted([*_HOMES, "base"])
 
 
 def __getattr__(name: str) -> Any:
     if name == "base":
         return importlib.import_module("tilewright.modules.base")
+    if name in _HOMES:
+        globals()[name] = found = getattr(importlib.import_module(_HOMES[name]), name)
+        return found
     if name in kernels.OPS:  # one that is registered for a time, or by another package
         return kernels.function(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
