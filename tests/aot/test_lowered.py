@@ -8,7 +8,8 @@ import pytest
 
 import tilewright
 from tests.aot.compiler import H100, KernelReport, compile_for_h100, compile_lowered, lower_as_there, missing_packages
-from tilewright.modules import flash_attention
+from tilewright.kernels.triton import compiler
+from tilewright.modules import flash_attention, page_attention, rms_norm, sample
 from tilewright.ops.lowering import mlir_modules
 from tilewright.ops.lowering.ahead import CompiledKernels
 from tilewright.ops.lowering.lowered_files import LoweredFiles
@@ -48,6 +49,35 @@ def test_kernels_from_the_disk_are_the_same_machine_code(monkeypatch, tmp_path):
     reports = compile_lowered(from_disk)
     assert len(in_place) >= 3
     assert facts(reports) == facts(in_place)
+
+
+def decoded(x, weight, pages, table, lengths):
+    x = rms_norm(x, weight, platform="triton")
+    out = page_attention(x.reshape(4, 8, 64), pages, pages, table, lengths, platform="triton")
+    return sample(out.reshape(4, -1).astype(jnp.float32), jax.random.key(0), platform="triton")
+
+
+def test_triton_kernels_from_the_disk_compile_with_the_program(monkeypatch, tmp_path):
+    """The plugin's own custom call takes them; the process compiles no Triton."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
+    struct = jax.ShapeDtypeStruct
+    pages, table = struct((16, 16, 2, 64), jnp.bfloat16), struct((4, 3), jnp.int32)
+    arrays = struct((4, 512), jnp.bfloat16), struct((512,), jnp.bfloat16), pages, table, struct((4,), jnp.int32)
+    first = lower_as_there(decoded, *arrays)
+    assert len(list((tmp_path / "lowered").iterdir())) == 6
+    clear_all()
+
+    def never(*_):
+        raise AssertionError("it is on disk")
+
+    monkeypatch.setattr(mlir_modules, "lower", never)
+    monkeypatch.setattr(compiler, "_compiled", never)
+    from_disk = lower_as_there(decoded, *arrays)
+    assert from_disk.as_text() == first.as_text()
+    calls = from_disk.as_text().count("@triton_kernel_call_ffi")
+    assert calls >= 4
+    assert from_disk.compile().as_text().count('custom_call_target="triton_kernel_call_ffi"') == calls
 
 
 class CompilesOnly:
