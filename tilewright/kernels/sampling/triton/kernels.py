@@ -21,6 +21,7 @@ from tilewright.kernels.sampling.triton.groups import (
     EMPTY,
     FAR,
     GROUP,
+    GROUP_UNIT,
     GROUP_UNITS,
     MEANINGS,  # noqa: F401 - the interpreter looks for it in the module of a kernel
     UNIT,
@@ -43,6 +44,9 @@ COUNT_MASK = tl.constexpr((1 << 21) - 1)
 
 VOCAB_UNITS = tl.constexpr(float(1 << 21))
 """Units of a row, more than one for each token."""
+
+MARGIN = tl.constexpr(2.0**-14)
+"""More than the relative error of a sum of masses."""
 
 CHUNK = tl.constexpr(128)
 """Orders in memory that are compared with 16 thresholds at once."""
@@ -196,22 +200,28 @@ def _largest_reaching(orders, count, goal, top, slope, COUNTS: tl.constexpr):
 
 @triton.jit
 def _bound_of_share(tops, mass, count, goal, top, slope):
-    """A threshold whose tokens are sure to weigh a goal, from the largest logits of groups and their masses."""
+    """A threshold whose tokens are sure to weigh a goal, from the largest logits of groups and their masses.
+
+    goal     in units of 1 / UNIT
+
+    It decides only what is listed, so float32 does, with a margin for all roundings.
+    """
+    # The units of a token are rounded down.
+    goal = (goal + VOCAB_UNITS) * ((1.0 + MARGIN) / UNIT)
     found = tl.full((), 0, tl.uint32)
     for step in range(8):
         thresholds = _thresholds(found, step)
         # All others of a group are below the threshold, and there are less than GROUP of them.
-        rest = (weight_of(thresholds, top, slope) * (UNIT * GROUP)).to(tl.int64)[:, None]
-        sums = tl.zeros((16, CHUNK), tl.int64)
+        rest = weight_of(thresholds, top, slope)[:, None] * GROUP
+        sums = tl.zeros((16, CHUNK), tl.float32)
         for first in range(0, count, CHUNK):
             place = first + tl.arange(0, CHUNK)
-            order = tl.load(tops + place, mask=place < count, other=0)[None, :]
-            masses = _masses(tl.load(mass + place, mask=place < count, other=0)[None, :], order, top, slope)
-            # Masses of groups are rounded.
-            least = tl.maximum(masses - (masses >> 15) - rest, 0)
-            sums += tl.maximum(tl.where(order >= thresholds[:, None], _units(order, top, slope), 0), least)
-        # The units of a token are rounded down.
-        found = _last_reaching(thresholds, sums, found, goal + VOCAB_UNITS)
+            order = tl.load(tops + place, mask=place < count, other=0)
+            weight = weight_of(order, top, slope)
+            masses = tl.load(mass + place, mask=place < count, other=0).to(tl.float32) * weight
+            least = tl.maximum((masses * ((1.0 - MARGIN) / GROUP_UNIT))[None, :] - rest, 0.0)
+            sums += tl.maximum(tl.where(order[None, :] >= thresholds[:, None], weight[None, :], 0.0), least)
+        found = _last_reaching(thresholds, sums, found, goal)
     return found
 
 
