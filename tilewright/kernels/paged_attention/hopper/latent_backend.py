@@ -35,6 +35,9 @@ MAX_RANGES = 1024
 CLUSTERS = 1, 2
 """Sizes of clusters; the SMs of an H100 come in pairs, so clusters of two fill it."""
 
+COMBINE_OVERHEAD = 6
+"""Cost of partial results and of the launch that combines them, in steps."""
+
 MAX_ROUNDS = 8
 """Rounds of CTAs from which it does not matter that the last one is not full."""
 
@@ -143,15 +146,26 @@ def _blocks(inputs: PagedInputs) -> int:
 
 def filling_ranges(inputs: PagedInputs, device: Device) -> int:
     """The ranges with which CTAs end soonest if sequences fill their page tables; lengths are not read."""
-    cores, row_tiles, blocks = num_sms(device), _row_tiles(inputs), _blocks(inputs)
+    cores, row_tiles, blocks, sequences = num_sms(device), _row_tiles(inputs), _blocks(inputs), inputs.sequences
     most = min(-(-blocks // MIN_RANGE), MAX_RANGES)
 
     def cost(ranges: int) -> int:
-        return -(-ranges * row_tiles // cores) * (-(-blocks // ranges) + ITEM_OVERHEAD)
+        # Sequences of one length end where ranges do, or are cut to as many parts each, or a range has parts of two.
+        cut = 0 if sequences % ranges == 0 else COMBINE_OVERHEAD + (ITEM_OVERHEAD if ranges % sequences else 0)
+        return -(-ranges * row_tiles // cores) * (-(-blocks // ranges) + ITEM_OVERHEAD) + cut
 
     # As many as fit into one round of CTAs or, where many row tiles leave a large part of it idle, into several.
     choices = {min(max(rounds * cores // row_tiles, 1), most) for rounds in range(1, MAX_ROUNDS + 1)}
+    # A few less, if sequences of one length are then cut alike.
+    choices |= {_aligned(ranges, sequences) for ranges in choices}
     return min(choices, key=lambda ranges: (cost(ranges), ranges))
+
+
+def _aligned(ranges: int, sequences: int) -> int:
+    """The largest number up to ``ranges`` that is a multiple or a divisor of ``sequences``."""
+    if ranges >= sequences:
+        return ranges - ranges % sequences
+    return next(number for number in range(ranges, 0, -1) if sequences % number == 0)
 
 
 def _run(inputs: PagedInputs, params: HopperLatentParams) -> Results:
