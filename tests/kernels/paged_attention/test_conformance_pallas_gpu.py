@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from tests.kernels.conftest import A100, H100
 from tests.kernels.hopper.schedule import check_schedules
@@ -22,6 +24,7 @@ from tilewright.kernels.paged_attention.hopper.latent_backend import (
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaDecode
 from tilewright.ops.utils.serialize import from_json, to_json
+from tilewright.ops.utils.target import traced_as
 
 GPU_CASES = MlaDecode.cases.by_device["gpu"]
 
@@ -86,6 +89,19 @@ def test_barriers(lengths: list[int], ranges: int):
     """More tiles than stages; the checker follows known lengths and tables."""
     inputs = dataclasses.replace(hostile_inputs(kv_length=640), kv_lengths=jnp.asarray(lengths, jnp.int32))
     assert check_schedules(functools.partial(forward, ranges=ranges), inputs) > 100
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_types_in_shard_map(cluster: int):
+    """Traced with arrays that vary over a mesh axis, whose types loops in the kernels must keep."""
+    inputs = structs_of(heads=128, sinks=1, sequences=4)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    specs = jax.tree.map(lambda x: P("x") if x.shape[0] == inputs.sequences else P(), inputs)
+    run = functools.partial(forward, ranges=3, cluster=cluster)
+    with traced_as(H100.name):
+        split = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=(P("x"), P("x")), check_vma=True)
+        out, lse = jax.jit(split).trace(inputs).out_info
+    assert (out.shape, lse.shape) == ((4, 128, 512), (4, 128))
 
 
 def structs_of(**fields: Any) -> PagedInputs:

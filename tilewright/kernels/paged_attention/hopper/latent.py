@@ -194,14 +194,14 @@ class LatentContext(LatentKernel):
 def for_each_item(kernel: LatentKernel, role: Callable[[LatentContext], None]) -> Scalar:
     """Calls the role of a warpgroup for each item of this CTA; returns the steps of all."""
     call, ranges, lengths = kernel.call, kernel.operands.ranges, kernel.operands.lengths
-    begin, end = sequences_of_range(call, ranges)
+    sequence, count = sequences_of_range(call, ranges)
 
-    def one(sequence: Scalar, first: Scalar) -> Scalar:
-        work = work_of_item(call, ranges, lengths, sequence)
-        role(LatentContext.of_item(kernel, work, sequence - begin, first))
+    def one(number: Scalar, first: Scalar) -> Scalar:
+        work = work_of_item(call, ranges, lengths, sequence + number)
+        role(LatentContext.of_item(kernel, work, number, first))
         return first + work.total
 
-    return lax.fori_loop(begin, end, one, jnp.int32(0))
+    return lax.fori_loop(0, count, one, jnp.int32(0))
 
 
 # The producer.

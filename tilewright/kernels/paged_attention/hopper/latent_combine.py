@@ -95,7 +95,8 @@ class RowSum(NamedTuple):
     @classmethod
     def of_sinks(cls, sinks: Ref | None, row: Scalar) -> Self:
         """The sum before the first part."""
-        maximum = jnp.float32(-jnp.inf) if sinks is None else sinks[row]
+        # A maximum, although of nothing else: in `shard_map` what a reference gives has another type than a sum.
+        maximum = jnp.float32(-jnp.inf) if sinks is None else jnp.maximum(sinks[row], -jnp.inf)
         total = jnp.where(maximum == -jnp.inf, 0.0, 1.0)
         zeros = jnp.zeros((VALUE_DIM,), jnp.float32)
         return cls(plgpu.layout_cast(zeros, plgpu.Layout.WG_STRIDED((VALUE_DIM,), vec_size=4)), maximum, total)

@@ -228,10 +228,10 @@ def number_of_range(call: LatentCall) -> jax.Array:
 
 
 def sequences_of_range(call: LatentCall, ranges: LatentRanges[Ref]) -> tuple[jax.Array, jax.Array]:
-    """The first sequence of this CTA's range, and one past the last that it has blocks of."""
+    """The first sequence of this CTA's range, and of how many sequences it has blocks."""
     number = number_of_range(call)
-    last, cut = begin_of_range(call, ranges, number + 1)
-    return ranges.sequence[number], last + (cut > 0).astype(jnp.int32)
+    first, (last, cut) = ranges.sequence[number], begin_of_range(call, ranges, number + 1)
+    return first, last - first + (cut > 0).astype(jnp.int32)
 
 
 def blocks_of_item(
