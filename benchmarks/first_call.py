@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -103,7 +102,7 @@ def _program(op: str, function: Any, small: bool, abstract: bool) -> tuple[Calla
 
     def program(*arrays: Any) -> Any:
         given = dict(zip(places, arrays, strict=True))
-        args, kwargs = tree.unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)])
+        args, kwargs = jax.tree.unflatten(tree, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
         return function(*args, **kwargs)
 
     return program, [leaves[i] for i in places]
@@ -156,15 +155,15 @@ def cells(op: str, rounds: int, small: bool) -> Iterator[dict[str, Any]]:
 
 
 def line(cell: dict[str, Any]) -> str:
-    """The medians of a cell, and their sum without the import of JAX."""
+    """The minima of a cell, which other programs disturb least, and their sum without the import of JAX."""
     name = f"{cell['op']:22} {cell['when']:5} {'with' if cell['jax_cache'] else 'without':7}"
     errors = [each["error"] for each in cell["processes"] if "error" in each]
     if errors:
         return f"{name} failed: {errors[0]}"
     rounds = [each["seconds"] for each in cell["processes"]]
-    medians = {stage: statistics.median(each[stage] for each in rounds) for stage in STAGES if stage in rounds[0]}
-    total = sum(seconds for stage, seconds in medians.items() if stage in OURS)
-    shown = "  ".join(f"{medians[stage]:7.3f}" if stage in medians else f"{'-':>7}" for stage in STAGES)
+    minima = {stage: min(each[stage] for each in rounds) for stage in STAGES if stage in rounds[0]}
+    total = sum(seconds for stage, seconds in minima.items() if stage in OURS)
+    shown = "  ".join(f"{minima[stage]:7.3f}" if stage in minima else f"{'-':>7}" for stage in STAGES)
     last = cell["processes"][-1]
     notes = [*(f"imports {each}" for each in last["imported"]), *[f"{last['cache_hits']} hits"] * cell["jax_cache"]]
     return f"{name} {shown}  {total:7.3f}  {', '.join(notes)}"

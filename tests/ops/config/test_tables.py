@@ -77,6 +77,27 @@ def test_a_tuning_stands_in_place_of_what_a_table_said_of_the_call(tmp_path):
         add_to_table(tmp_path / "a.json", AutotuningResult.from_json(text(Config(4), device="gpu:other")), "")
 
 
+def test_a_lookup_rebuilds_the_configs_of_its_own_call(tmp_path, monkeypatch, caplog):
+    """Rebuilding loads the modules of all backends that were measured."""
+    for name, key in (("a", "another"), ("b", INV.key)):
+        (tmp_path / f"{name}.json").write_text(text(Config(2), key=key, device=INV.device_fingerprint))
+    damaged = json.loads((tmp_path / "a.json").read_text())
+    damaged["entries"].append("no entry")
+    (tmp_path / "c.json").write_text(json.dumps(damaged))
+    rebuilt = []
+    read = TunedCall.of_json
+    monkeypatch.setattr(TunedCall, "of_json", lambda payload, **more: rebuilt.append(payload["key"]) or read(payload))
+    chain = ConfigSelectorChain(tables=tmp_path)
+    for _ in range(2):
+        assert chain.shipped(INV).winner.config == Config(2)
+    assert rebuilt.count(INV.key) == 1
+    other = Invocation(KERNEL, (jnp.ones((5, 3)), jnp.ones((3, 5))))
+    count = len(rebuilt)
+    assert chain.shipped(other) is None
+    assert len(rebuilt) == count
+    assert "c.json is read without a part" in caplog.text
+
+
 class TestAPartThatCannotBeRead:
     """A field or class that this version does not have costs the candidate or the entry, not the table."""
 

@@ -379,11 +379,14 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
         return cls.of_document(document)
 
     @classmethod
-    def of_document(cls, document: Any, *, lost: Lost | None = None, op: str | None = None) -> "AutotuningResult":
+    def of_document(
+        cls, document: Any, *, lost: Lost | None = None, op: str | None = None, key: str | None = None
+    ) -> "AutotuningResult":
         """Reads the data that ``to_json`` writes as text.
 
         Args:
           op: leave out the entries of other ops, and so the modules of their configs.
+          key: leave out the entries of other calls.
           lost: called with the error of each entry or candidate that cannot be read, in place of raising it.
 
         Raises:
@@ -396,6 +399,9 @@ class AutotuningResult(AbstractContextManager["AutotuningResult"]):
             wanted = document["entries"]
             if op is not None:
                 wanted = [each for each in wanted if not isinstance(each, dict) or each.get("op", op) == op]
+            if key is not None:
+                dicts = (each for each in wanted if isinstance(each, dict))
+                wanted = [each for each in dicts if with_current_names(str(each.get("key"))) == key]
             entries = tuple(entry for _, entry in _readable(wanted, read, lost))
             toolchain = dict(document["toolchain"])
             return cls(entries, device=document["device"], toolchain=toolchain, interrupted=document["interrupted"])

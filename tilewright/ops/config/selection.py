@@ -94,7 +94,8 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         self.tuner = tuner
         self.on_event = on_event
         self._tables = tables
-        self._shipped: dict[tuple[str, str], dict[str, TunedCall]] = {}
+        self._shipped_keys: dict[tuple[str, str], frozenset[str]] = {}
+        self._shipped: dict[tuple[str, str, str], TunedCall | None] = {}
         self._nearby: dict[tuple[str, str], NearestTable] = {}
         self._guesses = 0
         self._remembering = threading.Lock()
@@ -280,18 +281,20 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
         return (inv.kernel.adapted_config(inv, config) for config in (() if entry is None else entry.ranked))
 
     def shipped(self, inv: Invocation[Any, Any]) -> TunedCall | None:
-        """The shipped tables' entry for the call."""
-        table = self._table(inv)
-        return next((table[key] for key in (inv.key, *inv.former_keys) if key in table), None) if table else None
+        """The shipped tables' entry for the call; only its configs are rebuilt, and the modules of these imported."""
+        from tilewright.ops.config.tables import known_keys, load_tables  # reads files: not before it is needed
 
-    def _table(self, inv: Invocation[Any, Any]) -> dict[str, TunedCall]:
-        """The entries of the call's op in the tables that ship for its device."""
         place = (inv.target.fingerprint, inv.kernel.name)
-        if place not in self._shipped:
-            from tilewright.ops.config.tables import load_tables  # reads files: not before it is needed
-
-            self._shipped[place] = load_tables(place[0], self._tables, op=place[1])
-        return self._shipped[place]
+        if place not in self._shipped_keys:
+            self._shipped_keys[place] = known_keys(place[0], self._tables, op=place[1])
+        known = self._shipped_keys[place]
+        key = next((key for key in (inv.key, *inv.former_keys) if key in known), None) if known else None
+        if key is None:
+            return None
+        if (*place, key) not in self._shipped:
+            table = load_tables(place[0], self._tables, op=place[1], key=key)
+            self._shipped[(*place, key)] = table.get(key)
+        return self._shipped[(*place, key)]
 
     def _miss(self, inv: Invocation[Any, Any], overrides: Overrides) -> Selection:
         policy = self.effective_policy(overrides)
@@ -334,10 +337,13 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
 
     def _near(self, inv: Invocation[Any, Any]) -> Iterator[Selection]:
         """The configs of the nearest shapes in the shipped tables that can run the call, built or not."""
-        if not inv.kernel.takes_near_shapes or inv.is_symbolic or not (table := self._table(inv)):
+        if not inv.kernel.takes_near_shapes or inv.is_symbolic:
             return
         place = (inv.target.fingerprint, inv.kernel.name)
         if place not in self._nearby:
+            from tilewright.ops.config.tables import load_tables
+
+            table = load_tables(place[0], self._tables, op=place[1])
             self._nearby[place] = NearestTable((key, entry.ranked) for key, entry in table.items())
         for near in self._nearby[place].neighbours(inv.key):
             for config in (inv.kernel.adapted_config(inv, each) for each in near.configs):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.ops.config.results import AutotuningResult, TunedCall
+from tilewright.ops.utils.stable_ids import with_current_names
 
 logger = logging.getLogger(__name__)
 
@@ -23,29 +24,46 @@ def shipped_folder() -> Any:
     return files("tilewright").joinpath("tables")
 
 
-def load_tables(device: str, folder: Path | None = None, *, op: str | None = None) -> Table:
+def load_tables(device: str, folder: Path | None = None, *, op: str | None = None, key: str | None = None) -> Table:
     """Merges all tables for a device, the last by file name winning; what cannot be read is logged and left out.
 
     Args:
       op: read the entries of this op alone, by default of all.
+      key: read the entry of this call alone.
     """
-    root: Any = shipped_folder() if folder is None else folder
     merged: Table = {}
-    if root.is_dir():
-        for file in sorted(root.iterdir(), key=lambda file: file.name):
-            if file.name.endswith(".json"):
-                merged |= _read(file, device, op)
+    for file in _files(folder):
+        merged |= _read(file, device, op, key)
     return merged
 
 
+def known_keys(device: str, folder: Path | None = None, *, op: str) -> frozenset[str]:
+    """The keys of an op's calls in the tables for a device, whether their configs can be read or not."""
+    keys: set[str] = set()
+    for file in _files(folder):
+        try:
+            document = _document(file)
+            if document["device"] == device:
+                keys |= {with_current_names(each["key"]) for each in document["entries"] if each["op"] == op}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            keys |= _read(file, device, op, None).keys()  # says what is wrong, and reads what can be read
+    return frozenset(keys)
+
+
+def _files(folder: Path | None) -> list[Any]:
+    root: Any = shipped_folder() if folder is None else folder
+    files = root.iterdir() if root.is_dir() else ()
+    return sorted((file for file in files if file.name.endswith(".json")), key=lambda file: file.name)
+
+
 @functools.lru_cache(maxsize=64)
-def _read(file: Any, device: str, op: str | None) -> Table:
+def _read(file: Any, device: str, op: str | None, key: str | None) -> Table:
     try:
         document = _document(file)
         # Rebuilding configs loads the modules of their backends: not those of other devices' tables, nor of other ops.
         if isinstance(document, dict) and document.get("device", device) != device:
             return {}
-        result = _result(file, document, op)
+        result = _result(file, document, op, key)
     except (OSError, ValueError) as error:
         logger.warning("the tuned table %s cannot be read: %s", file.name, error)
         return {}
@@ -58,12 +76,13 @@ def _document(file: Any) -> Any:
     return json.loads(file.read_text())
 
 
-def _result(file: Any, document: Any, op: str | None = None) -> AutotuningResult:
+def _result(file: Any, document: Any, op: str | None = None, key: str | None = None) -> AutotuningResult:
     """The content of a table, without the entries and candidates that name what this version does not have."""
     return AutotuningResult.of_document(
         document,
         lost=lambda error: logger.warning("the tuned table %s is read without a part: %s", file.name, error),
         op=op,
+        key=key,
     )
 
 
