@@ -70,7 +70,7 @@ def test_lines_of_comments_do_not_count(package: Path) -> None:
     found = []
     for text in (
         "x = 1\n",
-        "# Why.\nx = 1\n    # More.\n",
+        "# Why.\n# And how.\nx = 1\n    # More.\n",
         "x = 1  # Why.\n",
         'x = """\n#define A 1\n"""\n',
         'x = """\n#define A 2\n"""\n',
