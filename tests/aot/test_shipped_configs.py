@@ -1,5 +1,7 @@
 """Every config that selection or tuning can take on a GPU compiles: its kernels neither spill nor serialise wgmmas."""
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -323,6 +325,26 @@ def loss_kernels(compilation: Compilation, reports: Reports) -> bool:
 # Attention over a cache.
 
 LATENTS = MlaCase("", **SIZES | {"sequences": 64, "kv_length": 8192})
+_LATENTS = MlaRaggedPageCase("", **SIZES | {"heads": 128, "sequences": 8, "kv_length": 4096})
+PACKED_LATENTS = MlaRaggedPageAttention.cases.by_device["gpu"] | variants(
+    _LATENTS,
+    {
+        "decoding": {"q_lengths": (1,)},
+        "decoding, 16 heads": {"q_lengths": (1,), "heads": 16},
+        "a chunk": {"q_lengths": (2048,), "kv_length": 8192, "sequences": 1},
+        "a chunk, 16 heads": {"q_lengths": (2048,), "kv_length": 8192, "sequences": 1, "heads": 16},
+        "pages of 16": {"q_lengths": (1, 512), "page_size": 16},
+    },
+)
+LATENT_ROWS = variants(
+    dataclasses.replace(_LATENTS, rows=True),
+    {
+        "rows": {},
+        "rows, 16 heads": {"heads": 16},
+        "rows, chunks": {"q_lengths": (1, 512)},
+        "rows, chunks, 16 heads": {"q_lengths": (1, 512), "heads": 16},
+    },
+)
 PACKED = RaggedPageCase(
     "", sequences=64, kv_length=8192, heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", q_lengths=(1, 1, 512)
 )
@@ -349,9 +371,10 @@ def copies_overlap(compilation: Compilation, reports: Any) -> bool:
     return bool(reports) and all("cp.async.cg" in each.texts["ptx"] for each in reports if each.name == "attend")
 
 
-def wide_value_spills(compilation: Compilation) -> int:
-    """Bytes. O of 64 rows takes half of the registers of a thread; a few of what only its stores need are spilled."""
-    return 80
+def in_triton(cases: Mapping[str, Case], cards: Sequence[str]) -> Shipped:
+    """Packed queries over latents. 64 rows of O are half of a thread's registers: what only stores need is spilled."""
+    op, backend, spills = "mla_ragged_page_attention", TritonPagedAttention(), lambda compilation: 80
+    return Shipped(op, backend, cases, cards, ("forward",), (), expected=copies_overlap, spills=spills)
 
 
 def packed_spills(compilation: Compilation) -> int:
@@ -550,28 +573,8 @@ EVERY = (
         directions=("forward",),
         spills=packed_spills,
     ),
-    Shipped(
-        "mla_ragged_page_attention",
-        TritonPagedAttention(),
-        {
-            **MlaRaggedPageAttention.cases.by_device["gpu"],
-            **variants(
-                MlaRaggedPageCase("", **SIZES | {"heads": 128, "sequences": 8, "kv_length": 4096}),
-                {
-                    "decoding": {"q_lengths": (1,)},
-                    "decoding, 16 heads": {"q_lengths": (1,), "heads": 16},
-                    "a chunk": {"q_lengths": (2048,), "kv_length": 8192, "sequences": 1},
-                    "a chunk, 16 heads": {"q_lengths": (2048,), "kv_length": 8192, "sequences": 1, "heads": 16},
-                    "pages of 16": {"q_lengths": (1, 512), "page_size": 16},
-                },
-            ),
-        },
-        EVERY_CARD,
-        directions=("forward",),
-        tuned=(),
-        expected=copies_overlap,
-        spills=wide_value_spills,
-    ),
+    in_triton(PACKED_LATENTS, EVERY_CARD),
+    in_triton(LATENT_ROWS, ("h100", "rtx4090")),
     Shipped("top_k_router", TritonRouter(), ROUTERS, EVERY_CARD, tuned=("qwen3", "odd groups")),
     Shipped("linear_sample", TritonLinearSample(), LINEAR_SAMPLES, EVERY_CARD, ("forward",), tuned=("llama",)),
     Shipped("sample", TritonSample(), SAMPLES, EVERY_CARD, ("forward",), tuned=("all", "top_k_top_p", "every limit")),

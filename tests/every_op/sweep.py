@@ -124,6 +124,11 @@ def _is_mla(c: Any) -> bool:
     return type(c).__name__ in ("MlaCase", "MlaRaggedPageCase")
 
 
+def _has_rows(c: Any) -> bool:
+    """True for latents that are bytes in a format with sizes and scales of its own."""
+    return getattr(c, "rows", False) and _is_mla(c)
+
+
 def _same_lengths(c: Any) -> bool:
     """True for an op whose sequences all have the same number of new tokens, which may be several."""
     return type(c).__name__ == "MlaCase"
@@ -155,7 +160,14 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(ValueError, "one latent for all heads", lambda c: _is_mla(c) and _kv_heads(c) != 1),
     Refusal(
-        ValueError, "must be from 1 to the head dim", lambda c: _same_lengths(c) and (c.value_dim or 0) > c.head_dim
+        ValueError,
+        "must be from 1 to the head dim",
+        lambda c: _same_lengths(c) and (c.value_dim or 0) > c.head_dim and not _has_rows(c),
+    ),
+    Refusal(
+        ValueError,
+        "hold latents of 512 and 64",
+        lambda c: _has_rows(c) and (c.head_dim, c.value_dim) != (576, 512),
     ),
     Refusal(
         ValueError,
@@ -163,12 +175,14 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: hasattr(c, "head_dim") and c.head_dim == 0,
     ),
     Refusal(
-        TypeError, "int8 keys and values need scales", lambda c: _serving(c) and c.kv_dtype == "int8" and not c.scale
+        TypeError,
+        "int8 keys and values need scales",
+        lambda c: _serving(c) and c.kv_dtype == "int8" and not c.scale and not _has_rows(c),
     ),
     Refusal(
         TypeError,
         "must have the query's dtype or be one of",
-        lambda c: _serving(c) and c.kv_dtype in DTYPES and c.kv_dtype != c.dtype,
+        lambda c: _serving(c) and c.kv_dtype in DTYPES and c.kv_dtype != c.dtype and not _has_rows(c),
     ),
     Refusal(
         ValueError,
@@ -350,6 +364,7 @@ def repaired(small: Case, fields: dict[str, Any], rng: random.Random) -> dict[st
             fields[name] = 1
     if _is_mla(small):
         fields |= {"kv_heads": rng.choice((1,) * 15 + (2,)), "value_dim": min(get("value_dim") or 512, get("head_dim"))}
+        fields |= {"head_dim": 576, "value_dim": 512} if get("rows") else {}
         fields["q_lengths"] = get("q_lengths")[:1] if _same_lengths(small) else get("q_lengths")
     if hasattr(small, "kv_dtype"):
         if get("kv_dtype") == "int8" and get("scale") is None:

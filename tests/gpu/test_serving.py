@@ -157,6 +157,16 @@ LARGE = {
         "mla_ragged_page_attention",
         MlaRaggedPageCase("", **LATENTS | {"heads": 32}, q_lengths=(16, 5, 64), tree=True),
     ),
+    "rows": ("mla_decode", MlaCase("", **LATENTS, rows=True)),
+    "rows, 16 heads, two tokens": ("mla_decode", MlaCase("", **LATENTS | {"heads": 16}, q_lengths=(2,), rows=True)),
+    "rows, mixed": (
+        "mla_ragged_page_attention",
+        MlaRaggedPageCase("", **LATENTS, q_lengths=(1, 1, 1, 100), rows=True),
+    ),
+    "rows, drafts, pages of 16": (
+        "mla_ragged_page_attention",
+        MlaRaggedPageCase("", **LATENTS | {"heads": 32, "page_size": 16}, q_lengths=(16, 5), tree=True, rows=True),
+    ),
     "latents, fp8": (
         "mla_ragged_page_attention",
         MlaRaggedPageCase("", **LATENTS, q_lengths=(1, 20), kv_dtype="float8_e4m3fn", scale="tensor"),

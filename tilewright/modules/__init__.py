@@ -26,6 +26,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "context_parallel_page_attention",
         "context_parallel_update_pages",
     ),
+    "kernels.paged_attention.latent_rows": ("quantize_latents",),
     "kernels.paged_attention.ops.chunked_prefill_paged_decode": (
         "ChunkedPrefillPagedDecode",
         "chunked_prefill_paged_decode",

@@ -115,6 +115,7 @@ __all__ = [
     "moe_mlp",
     "page_attention",
     "permute",
+    "quantize_latents",
     "ragged_decode_attention",
     "ragged_page_attention",
     "rms_norm",
@@ -1067,6 +1068,7 @@ def page_attention(
     platform: PlatformOption = None,
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
+def quantize_latents(latents: ArrayLike) -> Array: ...
 @overload
 def ragged_decode_attention(
     query: ArrayLike,

@@ -10,6 +10,7 @@ from tilewright.kernels.paged_attention.context_parallel import (
     context_parallel_page_attention,
     context_parallel_update_pages,
 )
+from tilewright.kernels.paged_attention.latent_rows import quantize_latents
 from tilewright.kernels.paged_attention.ops.chunked_prefill_paged_decode import (
     ChunkedPrefillPagedDecode,
     chunked_prefill_paged_decode,
@@ -56,6 +57,7 @@ __all__ = [
     "mla_decode",
     "mla_ragged_page_attention",
     "page_attention",
+    "quantize_latents",
     "ragged_decode_attention",
     "ragged_page_attention",
     "rope_update_pages",

@@ -18,6 +18,7 @@ from tilewright.kernels.op.arguments import (
 )
 from tilewright.kernels.paged_attention.debugging import report
 from tilewright.kernels.paged_attention.inputs import FAR
+from tilewright.kernels.paged_attention.latent_rows import FLASH_MLA, LATENT_DIM, RANK, ROW_BYTES
 
 QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
 
@@ -33,8 +34,10 @@ def query_array(query: object, ranks: tuple[int, ...], layout: str, name: str = 
     return query
 
 
-def cache_arrays(key: object, value: object, layout: str, names: tuple[str, str] = ("key", "value")) -> tuple[Any, Any]:
-    """Keys and values of rank 4 with matching shapes; the values may be absent."""
+def cache_arrays(
+    key: object, value: object, layout: str, names: tuple[str, str] = ("key", "value"), *, rows: bool = False
+) -> tuple[Any, Any]:
+    """Keys and values of rank 4 with matching shapes; the values may be absent, and keys may be ``rows`` of bytes."""
     key = as_array(names[0], key)
     value = None if value is None else as_array(names[1], value)
     described = f"got {names[0]}.shape={key.shape}" + ("" if value is None else f", {names[1]}.shape={value.shape}")
@@ -46,7 +49,10 @@ def cache_arrays(key: object, value: object, layout: str, names: tuple[str, str]
         raise ValueError(f"{names[0]} and {names[1]} need at least one head and one element in each, {described}")
     if value is not None and value.dtype != key.dtype:
         raise TypeError(f"{names[0]} and {names[1]} must have one dtype, got {key.dtype} and {value.dtype}")
-    if not is_floating(key.dtype) and key.dtype.name not in QUANTISED:
+    if rows and value is None and key.dtype == np.uint8:
+        if key.shape[3] != ROW_BYTES:
+            raise ValueError(f"{names[0]} of uint8 hold rows of {ROW_BYTES} bytes (quantize_latents), {described}")
+    elif not is_floating(key.dtype) and key.dtype.name not in QUANTISED:
         raise TypeError(f"{names[0]} must be floating-point or one of {QUANTISED}, got {key.dtype}")
     return key, value
 
@@ -116,6 +122,8 @@ def scale_array(name: str, scale: object, cache: jax.Array | None) -> Any:
         if cache is not None and cache.dtype.name == "int8":
             raise TypeError(f"int8 keys and values need scales, got {name}=None")
         return None
+    if cache is not None and cache.dtype == np.uint8:
+        raise TypeError(f"rows of bytes hold scales of their own: leave {name} away")
     if cache is None:
         raise TypeError(f"{name} belongs to values, of which there are none: give key_scale")
     array = as_array(name, scale)
@@ -165,7 +173,11 @@ def new_tokens(
             raise ValueError(
                 f"the new {name} must be [tokens, kv_heads, head_dim] = {list(expected)}, got shape {new.shape}"
             )
-        if not is_floating(new.dtype):
+        if cache.dtype == np.uint8 and new.dtype != np.uint8:
+            raise TypeError(
+                f"the new {name} must be rows of bytes like the pages, of quantize_latents, got {new.dtype}"
+            )
+        if not is_floating(new.dtype) and cache.dtype != np.uint8:
             raise TypeError(f"the new {name} must be floating-point, got {new.dtype}")
     return key, value
 
@@ -198,10 +210,22 @@ def latent_array(latent_pages: object) -> Any:
     latents = as_array("latent_pages", latent_pages)
     if len(latents.shape) == 3:
         latents = reshape(latents, (*latents.shape[:2], 1, latents.shape[2]))
-    latents, _ = cache_arrays(latents, None, "[num_pages, page_size, head_dim]", ("latent_pages", ""))
+    latents, _ = cache_arrays(latents, None, "[num_pages, page_size, head_dim]", ("latent_pages", ""), rows=True)
     if latents.shape[2] != 1:
         raise ValueError(f"latent_pages hold one latent for all heads, got {latents.shape=}")
     return latents
+
+
+def latent_format(latents: Any, head_dim: int, kv_lora_rank: int) -> str | None:
+    """The ``row_format`` of checked pages of latents for queries of these sizes."""
+    if latents.dtype != np.uint8:
+        return None
+    if (head_dim, kv_lora_rank) != (LATENT_DIM, RANK):
+        raise ValueError(
+            f"latent_pages of uint8 hold latents of {RANK} and {LATENT_DIM - RANK} elements, got a query of "
+            f"{head_dim}, of which kv_lora_rank={kv_lora_rank}"
+        )
+    return FLASH_MLA
 
 
 def block_arrays(key_cache: object, value_cache: object) -> tuple[Any, Any]:

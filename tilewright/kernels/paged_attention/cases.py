@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.kernels.op.cases import Case, OpCases, normal, variants
+from tilewright.kernels.paged_attention.latent_rows import LATENT_DIM, quantize_latents
 
 MAX_HOST_SHARE = 1 << 22
 """Elements up to which an array is drawn on the host, where nothing must be compiled first."""
@@ -78,6 +79,22 @@ class ServingCase(Case, abc.ABC):
 
     def scales(self, cache: "DrawnCache") -> dict[str, Any]:
         return {} if self.scale is None else {"key_scale": cache.key_scale, "value_scale": cache.value_scale}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatentCase(ServingCase, abc.ABC):
+    """A call over latents; ``value_dim`` is their rank, and with ``rows`` they are bytes in FlashMLA's format."""
+
+    kv_heads: int | None = 1
+    rows: bool = False
+
+    def latents(self, drawn: "Drawn") -> tuple[jax.Array, dict[str, Any]]:
+        """Pages of latents, and their scale if they have one."""
+        if self.rows:
+            shape = (drawn.num_pages, self.page_size, drawn.kv_heads, LATENT_DIM)
+            return quantize_latents(drawn.normal(shape, self.dtype)), {}
+        cache = drawn.pages()
+        return cache.key, {} if cache.key_scale is None else {"scale": cache.key_scale}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +251,12 @@ CACHE_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "`return_lse`": {"return_lse": True},
 }
 """Rows of the capability table of every op over a cache."""
+
+LATENT_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "pages of 16": {"page_size": 16},
+    "uint8 rows of `quantize_latents`": {"rows": True},
+}
+"""Further rows of the ops over latents."""
 
 
 def serving_cases[C: ServingCase](

@@ -22,6 +22,7 @@ class PagedInputs(HeadInputs):
     The layout of a call follows from which of the arrays of role "call" it has, and backends say which they take.
 
     Attributes:
+      key: elements of ``head_dim``, or rows of bytes with a ``row_format``.
       value: ``None`` if the first ``latent_dim`` elements of a key are the value.
       page_table: ``None`` if sequence ``s`` has only page ``s``.
       kv_lengths: tokens of each sequence, the query's included, which are the last.
@@ -33,6 +34,7 @@ class PagedInputs(HeadInputs):
       left, right: keys visible before and after the query's position, ``None`` for all; causality is part of ``right``.
       q_length: query tokens of every sequence, if all have the same number; ``None`` if ``cum_q_lens`` has them.
       latent_dim: number of leading elements of a key that are the value, if keys and values are one array.
+      row_format: how the bytes of ``key`` hold latents, if they do: ``FLASH_MLA``.
       kv_dtype: the dtype in which pages are stored; in the oracle their arrays may have a wider one.
       leading: the leading shape of the caller's query, which the results have too.
       return_lse: the caller reads the log-sum-exp.
@@ -40,7 +42,7 @@ class PagedInputs(HeadInputs):
     """
 
     query: Float[Array, "tokens heads head_dim"]
-    key: Num[Array, "num_pages page_size kv_heads head_dim"]
+    key: Num[Array, "num_pages page_size kv_heads key_dim"]
     _: dataclasses.KW_ONLY
     value: Num[Array, "num_pages page_size kv_heads value_dim"] | None = array(default=None, role="call")
     page_table: Integer[Array, "sequences pages_per_sequence"] | None = array(default=None, role="call")
@@ -60,6 +62,7 @@ class PagedInputs(HeadInputs):
     logits_soft_cap: float | None = static(default=None)
     q_length: int | None = static(default=1)
     latent_dim: int | None = static(default=None)
+    row_format: str | None = static(default=None)
     kv_dtype: str = static(role="call")
     leading: tuple[int, ...] = static(role="call")
     return_lse: bool = static(default=False, role="call")
@@ -116,7 +119,7 @@ class PagedInputs(HeadInputs):
     @functools.cached_property
     def kv_bytes(self) -> int:
         """Bytes of one token's keys, values and scales, of all heads."""
-        stored = self.head_dim + (0 if self.value is None else self.value_dim)
+        stored = self.key.shape[3] + (0 if self.value is None else self.value_dim)
         scales = (self.key_scale, self.value_scale)
         # Scales of pages, heads or whole arrays are few beside the tokens.
         scale_bytes = sum(4 * math.prod(s.shape[2:]) for s in scales if s is not None and s.shape[1] > 1)

@@ -70,6 +70,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
         causal: Any = True,
         tree_mask: ArrayLike | None = None,
         latent_dim: int | None = None,
+        row_format: str | None = None,
         **options: Unpack[ServingOptions],
     ) -> PagedInputs:
         """The call as backends take it: arrays of checked ranks, and static options.
@@ -78,6 +79,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
           query: any leading shape, which the results have too; its tokens are ordered by sequence.
           value: ``None`` if the first ``latent_dim`` elements of a key are the value.
           kv_lengths: tokens of each sequence, the query's included, which are the last.
+          row_format: of checked pages of latents, see ``arguments.latent_format``.
           page_table: ``None`` if sequence s has only page s.
           kv_starts: the first visible position of each sequence, instead of 0.
           q_length: the number of query tokens of every sequence; ``None`` with ``cum_q_lens``.
@@ -86,7 +88,8 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
           tree_mask: bits of the new tokens that a token sees, in place of ``causal`` and of the window's right side.
         """
         given = with_defaults(ServingOptions, options)
-        arguments.check_heads(query, key)
+        if row_format is None:
+            arguments.check_heads(query, key)
         *leading, heads, head_dim = query.shape
         query, scale = scaled(query, given["softmax_scale"])
         packed = reshape(query, (math.prod(leading), heads, head_dim))
@@ -132,6 +135,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
             logits_soft_cap=soft_cap(given["logits_soft_cap"]),
             q_length=q_length,
             latent_dim=latent_dim,
+            row_format=row_format,
             kv_dtype=key.dtype.name,
             leading=tuple(leading),
             return_lse=flag("return_lse", given["return_lse"]),

@@ -8,6 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from tilewright.kernels.paged_attention.inputs import FAR, PagedInputs
+from tilewright.kernels.paged_attention.latent_rows import dequantized
 from tilewright.kernels.paged_attention.results import Results
 from tilewright.kernels.paged_attention.writing import Cache, WriteInputs
 from tilewright.ops.kernel.parts import OraclePart
@@ -165,10 +166,12 @@ def _dense(
     exists = (page_numbers >= 0) & (page_numbers < num_pages)
     page_numbers = jnp.where(exists, page_numbers, 0)
     tokens = pages[page_numbers]
+    if inputs.row_format is not None:
+        tokens = dequantized(tokens, dtype)
     if scale is not None:
         scales = jnp.broadcast_to(scale, (*pages.shape[:2], scale.shape[2]))[page_numbers]
         tokens = tokens.astype(jnp.promote_types(dtype, jnp.float32)) * scales[..., None]
-    return tokens.astype(dtype).reshape(-1, *pages.shape[2:]), jnp.repeat(exists, page_size)
+    return tokens.astype(dtype).reshape(-1, *tokens.shape[2:]), jnp.repeat(exists, page_size)
 
 
 def write_reference(inputs: WriteInputs) -> Cache:

@@ -8,6 +8,7 @@ import numpy as np
 
 from tilewright.kernels.op.cases import generator_of
 from tilewright.kernels.paged_attention.inputs import PagedInputs
+from tilewright.kernels.paged_attention.latent_rows import LATENT_DIM, quantize_latents
 
 SMALL_SCALE = 1.0 / 64.0
 """Scale of int8 elements, with which they are about as large as normal numbers."""
@@ -52,6 +53,8 @@ class Draw:
         return jax.random.normal(key, struct.shape, sampled_dtype).astype(struct.dtype)
 
     def cache(self, struct: Any) -> Any:
+        if struct is not None and struct.dtype == jnp.uint8:
+            return quantize_latents(self.floats(jax.ShapeDtypeStruct((*struct.shape[:-1], LATENT_DIM), jnp.bfloat16)))
         if struct is None or struct.dtype != jnp.int8:
             return self.floats(struct)
         key = jax.random.key(int(self.generator.integers(0, 1 << 31)))

@@ -35,7 +35,7 @@ class WriteInputs(OpInputs):
     value_pages: Num[Array, "num_pages page_size kv_heads value_dim"] | None = array(default=None, role="call")
     key_scale: Float[Array, "#num_pages #page_size #kv_heads"] | None = None
     value_scale: Float[Array, "#num_pages #page_size #kv_heads"] | None = None
-    key: Float[Array, "tokens kv_heads head_dim"]
+    key: Num[Array, "tokens kv_heads head_dim"]
     value: Float[Array, "tokens kv_heads value_dim"] | None = array(default=None, role="call")
     page_table: Integer[Array, "sequences pages_per_sequence"]
     kv_lengths: Integer[Array, " sequences"]
@@ -164,7 +164,9 @@ def token_scales(new: jax.Array, dtype: str, *, per_head: bool) -> Any:
 
 
 def stored(new: jax.Array, dtype: str) -> Any:
-    """Elements in a page's dtype: int8 is rounded to nearest even, values out of range saturate."""
+    """Elements in a page's dtype: int8 is rounded to nearest even, values out of range saturate, bytes stay."""
+    if dtype == "uint8":
+        return new
     if dtype == "int8":
         return jnp.clip(jnp.round(new.astype(jnp.float32)), -127.0, 127.0).astype(jnp.int8)
     if jnp.dtype(dtype).itemsize == 1:

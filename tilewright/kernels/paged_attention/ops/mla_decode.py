@@ -11,7 +11,7 @@ from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.signatures import WITH_LSE, results
 from tilewright.kernels.paged_attention import arguments
-from tilewright.kernels.paged_attention.cases import CACHE_OPTIONS, ServingCase, serving_cases
+from tilewright.kernels.paged_attention.cases import CACHE_OPTIONS, LATENT_OPTIONS, LatentCase, serving_cases
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.op import PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import LatentOptions
@@ -19,19 +19,20 @@ from tilewright.ops.utils.stable_ids import stable_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class MlaCase(ServingCase):
-    """A call; ``value_dim`` is the rank of the latent, and ``q_lengths`` has one number, that of every sequence."""
-
-    kv_heads: int | None = 1
+class MlaCase(LatentCase):
+    """A call; ``q_lengths`` has one number, that of every sequence."""
 
     def arguments(self, seed: int = 0) -> Arguments:
         drawn = self.drawn(seed)
-        cache = drawn.pages()
+        latents, scales = self.latents(drawn)
         query = drawn.query(self.sequences, *self.q_lengths) if self.q_lengths != (1,) else drawn.query(self.sequences)
-        given = {"kv_lora_rank": self.value_dim or self.head_dim, "causal": self.causal, **self.options(drawn)}
-        if cache.key_scale is not None:
-            given["scale"] = cache.key_scale
-        return (query, cache.key, drawn.table(), drawn.lengths()), given
+        given = {
+            "kv_lora_rank": self.value_dim or self.head_dim,
+            "causal": self.causal,
+            **scales,
+            **self.options(drawn),
+        }
+        return (query, latents, drawn.table(), drawn.lengths()), given
 
 
 _GPU = {"heads": 128, "head_dim": 576, "value_dim": 512, "dtype": "bfloat16", "page_size": 64, "ragged": False}
@@ -53,7 +54,7 @@ CASES = serving_cases(
     options={
         name: {**_OPTION, **fields}
         for name, fields in {
-            **CACHE_OPTIONS, "pages of 16": {"page_size": 16}, "several tokens": {"q_lengths": (4,)}
+            **CACHE_OPTIONS, **LATENT_OPTIONS, "several tokens": {"q_lengths": (4,)}
         }.items()
     },
 )  # fmt: skip
@@ -102,6 +103,7 @@ class MlaDecode(PagedAttentionKernel):
             key_scale=scale,
             causal=causal,
             latent_dim=kv_lora_rank,
+            row_format=arguments.latent_format(keys, queries.shape[-1], kv_lora_rank),
             **options,
         )
 
@@ -121,7 +123,8 @@ def mla_decode(*args: Any, **kwargs: Any) -> Any:
       query: ``[sequences, heads, head_dim]``, or ``[sequences, q_length, heads, head_dim]`` of several new tokens,
         whose rotary part comes last, as in the latents; float16, bfloat16, float32 or float64.
       latent_pages: ``[num_pages, page_size, head_dim]``, or with a head of 1 before the last dimension, in the query's
-        dtype, int8, float8_e4m3fn or float8_e5m2.
+        dtype, int8, float8_e4m3fn or float8_e5m2; or ``[num_pages, page_size, 656]`` uint8, the rows of
+        ``quantize_latents``.
       page_table: ``[sequences, pages_per_sequence]`` integers; a page that does not exist holds nothing.
       lengths: ``[sequences]`` integers: tokens in the cache, the new ones included.
       kv_lora_rank: elements of the value; 512 in all published models.

@@ -11,7 +11,7 @@ from tilewright.kernels.op.cases import Arguments
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.signatures import WITH_LSE, results
 from tilewright.kernels.paged_attention import arguments
-from tilewright.kernels.paged_attention.cases import CACHE_OPTIONS, ServingCase, serving_cases
+from tilewright.kernels.paged_attention.cases import CACHE_OPTIONS, LATENT_OPTIONS, LatentCase, serving_cases
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.op import PagedAttentionKernel
 from tilewright.kernels.paged_attention.options import LatentOptions
@@ -19,24 +19,21 @@ from tilewright.ops.utils.stable_ids import stable_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class MlaRaggedPageCase(ServingCase):
-    """A call; ``value_dim`` is the rank of the latent, and the new tokens of a sequence are a tree with ``tree``."""
+class MlaRaggedPageCase(LatentCase):
+    """A call; the new tokens of a sequence are a tree with ``tree``."""
 
-    kv_heads: int | None = 1
     tree: bool = False
 
     def arguments(self, seed: int = 0) -> Arguments:
         drawn = self.drawn(seed)
-        query, cache = drawn.query(), drawn.pages()
+        query, (latents, scales) = drawn.query(), self.latents(drawn)
         rank = self.value_dim or self.head_dim
         positional = (
-            query[..., :rank], query[..., rank:], cache.key, drawn.table(), drawn.lengths(), drawn.boundaries()
+            query[..., :rank], query[..., rank:], latents, drawn.table(), drawn.lengths(), drawn.boundaries()
         )  # fmt: skip
-        given = {"causal": self.causal, **self.options(drawn)}
+        given = {"causal": self.causal, **scales, **self.options(drawn)}
         if self.tree:
             given["tree_mask"] = drawn.tree_mask()
-        if cache.key_scale is not None:
-            given["scale"] = cache.key_scale
         return positional, given
 
 
@@ -55,7 +52,7 @@ CASES = serving_cases(
         name: {**_OPTION, **fields}
         for name, fields in {
             **CACHE_OPTIONS,
-            "pages of 16": {"page_size": 16},
+            **LATENT_OPTIONS,
             "chunks of several tokens": {"q_lengths": (1, 40)},
             "`causal=False`": {"causal": False},
             "`tree_mask`": {"q_lengths": (8,), "tree": True},
@@ -91,7 +88,8 @@ class MlaRaggedPageAttention(PagedAttentionKernel):
         unrotated = arguments.query_array(q_nope, (3,), "[tokens, heads, kv_lora_rank]", "q_nope")
         query = _joined(unrotated, q_rope)
         latents = arguments.latent_array(latent_pages)
-        if latents.shape[3] != query.shape[2]:
+        row_format = arguments.latent_format(latents, query.shape[2], unrotated.shape[2])
+        if row_format is None and latents.shape[3] != query.shape[2]:
             raise ValueError(
                 f"a latent has the elements of a head of q_nope and of q_rope, {query.shape[2]} together, "
                 f"got latent_pages.shape={latents.shape}"
@@ -110,6 +108,7 @@ class MlaRaggedPageAttention(PagedAttentionKernel):
             causal=causal,
             tree_mask=tree_mask,
             latent_dim=unrotated.shape[2],
+            row_format=row_format,
             **options,
         )
 
@@ -144,8 +143,9 @@ def mla_ragged_page_attention(*args: Any, **kwargs: Any) -> Any:
         the up-projection of keys; float16, bfloat16, float32 or float64.
       q_rope: ``[tokens, heads, rope_dim]``: the rotary part, rotated, in the same dtype.
       latent_pages: ``[num_pages, page_size, kv_lora_rank + rope_dim]``, or with a head of 1 before the last dimension,
-        in the query's dtype, int8, float8_e4m3fn or float8_e5m2; the rotary part comes last. The new tokens are there
-        already: ``update_pages`` writes them.
+        in the query's dtype, int8, float8_e4m3fn or float8_e5m2; the rotary part comes last. Or ``[num_pages,
+        page_size, 656]`` uint8, the rows of ``quantize_latents``. The new tokens are there already: ``update_pages``
+        writes them.
       page_table: ``[sequences, pages_per_sequence]`` integers; a page that does not exist holds nothing.
       kv_lengths: ``[sequences]`` integers: tokens in the cache, the new ones included, which are the last of them.
       cum_q_lens: ``[sequences + 1]`` integers: where the sequences' tokens begin and end.

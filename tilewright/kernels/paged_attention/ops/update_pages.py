@@ -75,7 +75,7 @@ class UpdatePages(InferenceKernel[WriteInputs, Cache]):
             pages = reshape(pages, (*pages.shape[:2], 1, pages.shape[2]))
             new = reshape(new, (new.shape[0], 1, *new.shape[1:])) if len(new.shape) == 2 else new
         layout = "[num_pages, page_size, kv_heads, head_dim]"
-        keys, values = arguments.cache_arrays(pages, value_pages, layout, ("key_pages", "value_pages"))
+        keys, values = arguments.cache_arrays(pages, value_pages, layout, ("key_pages", "value_pages"), rows=True)
         if not isinstance(keys, jax.ShapeDtypeStruct):
             check_split_by_heads(keys)
         lengths = arguments.lengths_array("kv_lengths", kv_lengths, None)
@@ -124,7 +124,7 @@ class UpdatePages(InferenceKernel[WriteInputs, Cache]):
             value_pages=draw.cache(inputs.value_pages),
             key_scale=draw.scale(inputs.key_scale, inputs.key_pages),
             value_scale=draw.scale(inputs.value_scale, inputs.value_pages),
-            key=draw.floats(inputs.key),
+            key=draw.cache(inputs.key),
             value=draw.floats(inputs.value),
             page_table=draw.table(inputs.page_table, inputs.key_pages.shape[0]),
             kv_lengths=jnp.maximum(draw.lengths(capacity, sequences), counts).astype(jnp.int32),
@@ -155,9 +155,11 @@ def update_pages(*args: Any, **kwargs: Any) -> Any:
 
     Args:
       key_pages: ``[num_pages, page_size, kv_heads, head_dim]``; latents may be ``[num_pages, page_size, head_dim]``.
-        Floating-point or int8. Donate them to the ``jit`` around, or they are copied.
+        Floating-point, int8, or uint8 rows of latents, of 656 bytes. Donate them to the ``jit`` around, or they are
+        copied.
       value_pages: ``[num_pages, page_size, kv_heads, value_dim]`` in the same dtype; None where there are no values.
-      key: ``[tokens, kv_heads, head_dim]``, packed, without heads if the pages have none.
+      key: ``[tokens, kv_heads, head_dim]``, packed, without heads if the pages have none. Rows of latents are written
+        as ``quantize_latents`` gives them.
       value: ``[tokens, kv_heads, value_dim]``; None where there are no values.
       page_table: ``[sequences, pages_per_sequence]`` integers.
       kv_lengths: ``[sequences]`` integers: tokens in the cache when this is done; the new ones are the last of them.

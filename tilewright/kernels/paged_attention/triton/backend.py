@@ -59,7 +59,7 @@ class TritonPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
     serves: ClassVar[frozenset[str]] = frozenset(
         {
             "kv_starts", "key_scale", "value_scale", "alibi_slopes", "softmax_aux", "left", "right", "logits_soft_cap",
-            "q_length", "latent_dim", "tree_mask",
+            "q_length", "latent_dim", "row_format", "tree_mask",
         }
     )  # fmt: skip
 
@@ -67,7 +67,8 @@ class TritonPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
         why = unavailable(device)
         if inputs.dtype.name not in ("float16", "bfloat16", "float32"):
             why.append(f"queries must be float16, bfloat16 or float32, not {inputs.dtype}")
-        if inputs.key.dtype.name == "float8_e4m3fn" and device.capability is not None and device.capability < (8, 9):
+        has_e4m3 = inputs.key.dtype.name == "float8_e4m3fn" or inputs.row_format is not None
+        if has_e4m3 and device.capability is not None and device.capability < (8, 9):
             why.append(f"float8_e4m3fn needs compute capability 8.9, this device has {device.capability}")
         main, rest = _dims(inputs.head_dim, inputs.value_dim, inputs.latent_dim is not None)
         if max(main, inputs.value_dim) > LARGEST_DIM or rest > 128:
@@ -123,9 +124,11 @@ class TritonPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
         if inputs.latent_dim is None or not self.config_reasons(inputs, device, direction, best):
             return best
         # A card with 99 KB of shared memory has no room for 64 rows of Q beside latents: half of the rows. Eight warps
-        # would load 16 latents without copies that overlap with MMAs.
-        rows, block_g = max(rows * SMALL_BLOCK_M // block_m, 1), min(block_g, SMALL_BLOCK_M)
-        return dataclasses.replace(params(MIN_DOT, 4), blocksize_heads=block_g)
+        # would load 16 latents without copies that overlap with MMAs. Rows of bytes are converted in registers, which
+        # spill beside those of more than 16 rows.
+        small, block_n, few = (SMALL_BLOCK_M, MIN_DOT, 4) if inputs.row_format is None else (MIN_DOT, 32, 8)
+        rows, block_g = max(rows * small // block_m, 1), min(block_g, small)
+        return dataclasses.replace(params(block_n, few), blocksize_heads=block_g)
 
     def candidates(self, inputs: PagedInputs, device: Device, direction: Direction) -> Iterable[FwdParams]:
         best = self.heuristic(inputs, device, direction)
@@ -162,7 +165,8 @@ class TritonPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
         elements = power_of_two(main) + (power_of_two(rest) if rest else 0)
         elements += 0 if inputs.latent_dim is not None else power_of_two(inputs.value_dim)
         block_m = max((params.q_blocksize or 1) * _block_g(inputs, params.blocksize_heads), MIN_DOT)
-        stored = block_n * elements * inputs.key.dtype.itemsize * (params.num_stages or 1)
+        stored = block_n * (params.num_stages or 1)
+        stored *= elements * inputs.key.dtype.itemsize if inputs.row_format is None else inputs.key.shape[3]
         converted = inputs.key.dtype != inputs.dtype and not _half(inputs)
         # Besides the stages: operands of MMAs that are made in registers, that is converted keys and values, and Q and
         # P.
@@ -300,6 +304,7 @@ def _constants(inputs: PagedInputs, params: FwdParams, block_g: int, tiles: int)
         "tile_dim": main,
         "exact": inputs.dtype.itemsize > 2,
         "stages": params.num_stages or 2,
+        "row_bytes": inputs.row_format is not None,
         "half": half,
         "mask_words": 0 if inputs.tree_mask is None else inputs.tree_mask.shape[1],
     }
@@ -333,7 +338,7 @@ def _strides(name: str, scale: jax.Array | None) -> dict[str, int]:
 
 def _half(inputs: PagedInputs) -> bool:
     """True where stored elements have one byte, and are multiplied in float16 as pairs."""
-    in_pairs = inputs.head_dim % 2 == inputs.value_dim % 2 == 0
+    in_pairs = inputs.head_dim % 2 == inputs.value_dim % 2 == 0 and inputs.row_format is None
     return inputs.key.dtype.itemsize == 1 and inputs.dtype.itemsize == 2 and in_pairs
 
 

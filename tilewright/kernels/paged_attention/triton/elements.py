@@ -13,6 +13,16 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from tilewright.kernels.paged_attention import latent_rows
+
+GROUP, RANK, ROPE_DIM, ROW_BYTES, FIRST_SCALE, FIRST_ROPE = (
+    tl.constexpr(size)
+    for size in (
+        latent_rows.GROUP, latent_rows.RANK, latent_rows.ROPE_DIM, latent_rows.ROW_BYTES, latent_rows.FIRST_SCALE,
+        latent_rows.FIRST_ROPE,
+    )
+)  # fmt: skip
+
 # Byte b of int8: b xor 0x80 is b + 128 without a sign, below the byte 0x64 it is the float16 1024 + b + 128, and
 # 0x6480, which is 1152, is subtracted. All of these numbers are exact in float16.
 _INT8 = """{
@@ -81,3 +91,22 @@ def neighbours(pairs, dtype: tl.constexpr):
     else:
         both = _of_pairs(pairs, E5M2_FIRST), _of_pairs(pairs, E5M2_SECOND)
     return both
+
+
+@triton.jit
+def latents_of_rows(key, token_row, valid, dtype: tl.constexpr):
+    """Latents of uint8 rows in ``dtype``: ``(k, k_rest)``, [512, block_n] and the rotary part, [64, block_n].
+
+    Args:
+      token_row: [block_n], page · page_size + row of the tokens of the step.
+    """
+    d, group, r = tl.arange(0, RANK), tl.arange(0, RANK // GROUP), tl.arange(0, ROPE_DIM)
+    elements = key.to(tl.pointer_type(tl.float8e4nv), bitcast=True) + token_row * ROW_BYTES
+    scales = key.to(tl.pointer_type(tl.float32), bitcast=True) + token_row * (ROW_BYTES // 4) + FIRST_SCALE // 4
+    rotary = key.to(tl.pointer_type(tl.bfloat16), bitcast=True) + token_row * (ROW_BYTES // 2) + FIRST_ROPE // 2
+    k = tl.load(elements[None, :] + d[:, None], mask=valid[None, :], other=0.0)
+    scale = tl.load(scales[None, :] + group[:, None], mask=valid[None, :], other=0.0)
+    k_rest = tl.load(rotary[None, :] + r[:, None], mask=valid[None, :], other=0.0)
+    block_n: tl.constexpr = k.shape[1]
+    groups = tl.reshape(k.to(tl.float32), [RANK // GROUP, GROUP, block_n]) * scale[:, None, :]
+    return tl.reshape(groups, [RANK, block_n]).to(dtype), k_rest.to(dtype)

@@ -34,6 +34,7 @@ import triton.language as tl
 from tilewright.kernels.paged_attention.triton.elements import (
     MEANINGS,  # noqa: F401 - the interpreter looks for it in the module of a kernel
     converted,
+    latents_of_rows,
     neighbours,
 )
 from tilewright.kernels.paged_attention.triton.positions import (
@@ -109,7 +110,7 @@ def _load_queries(
 def _scores(
     q, q_second, q_rest, q_rest_second, key, token_row, kv_head, valid,
     stored: tl.constexpr, dtype: tl.constexpr, kv_heads: tl.constexpr, head_dim: tl.constexpr, tile_dim: tl.constexpr,
-    block_d: tl.constexpr, block_r: tl.constexpr, exact: tl.constexpr, half: tl.constexpr,
+    block_d: tl.constexpr, block_r: tl.constexpr, exact: tl.constexpr, half: tl.constexpr, row_bytes: tl.constexpr,
 ):  # fmt: skip
     """``(scores, k, k_second)``: S of a step, and the keys, which are the values of a latent.
 
@@ -121,8 +122,13 @@ def _scores(
     zero: tl.constexpr = 0 if half else 0.0
     stride: tl.constexpr = head_dim // pairs
     offset = token_row * (kv_heads * stride) + kv_head * stride
-    d = tl.arange(0, block_d // pairs)
-    k = tl.load(key + offset[None, :] + d[:, None], mask=valid[None, :] & (d < tile_dim // pairs)[:, None], other=zero)
+    if row_bytes:
+        k, k_rest = latents_of_rows(key, token_row, valid, dtype)
+    else:
+        d = tl.arange(0, block_d // pairs)
+        k = tl.load(
+            key + offset[None, :] + d[:, None], mask=valid[None, :] & (d < tile_dim // pairs)[:, None], other=zero
+        )
     k_second = k
     if half:
         k, k_second = neighbours(k, stored)
@@ -131,13 +137,14 @@ def _scores(
         k = converted(k, dtype)
         scores = tl.dot(q, k, input_precision="ieee" if exact else "tf32")
     if block_r > 0:
-        r = tl.arange(0, block_r // pairs)
-        valid_r = r < (head_dim - tile_dim) // pairs
-        k_rest = tl.load(
-            key + (offset + tile_dim // pairs)[None, :] + r[:, None],
-            mask=valid[None, :] & valid_r[:, None],
-            other=zero,
-        )
+        if not row_bytes:
+            r = tl.arange(0, block_r // pairs)
+            valid_r = r < (head_dim - tile_dim) // pairs
+            k_rest = tl.load(
+                key + (offset + tile_dim // pairs)[None, :] + r[:, None],
+                mask=valid[None, :] & valid_r[:, None],
+                other=zero,
+            )
         if half:
             rest_first, rest_second = neighbours(k_rest, stored)
             scores = tl.dot(q_rest_second, rest_second, tl.dot(q_rest, rest_first, scores))
@@ -346,7 +353,7 @@ def attend(
     left: tl.constexpr, has_left: tl.constexpr, right: tl.constexpr, has_right: tl.constexpr,
     splits: tl.constexpr, block_q: tl.constexpr, block_g: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
     block_d: tl.constexpr, block_r: tl.constexpr, block_v: tl.constexpr, tile_dim: tl.constexpr,
-    exact: tl.constexpr, stages: tl.constexpr, half: tl.constexpr, mask_words: tl.constexpr,
+    exact: tl.constexpr, stages: tl.constexpr, half: tl.constexpr, row_bytes: tl.constexpr, mask_words: tl.constexpr,
 ):  # fmt: skip
     """Attends with the heads of one key head of one query tile to one of ``splits`` parts of its keys.
 
@@ -365,8 +372,8 @@ def attend(
       latent: V is the first ``value_dim`` elements of K, which has no array of its own.
       block_q, block_g: tokens, and heads of the group, of the ``block_m`` rows of a tile.
       block_d, block_r: elements of K in the first MMA (``tile_dim`` of them are real), and in a second; 0 for none.
-      exact: float32 is multiplied without tensor cores.
-      half: stored elements have one byte, and are multiplied in float16 as pairs.
+      exact, half: float32 is multiplied without tensor cores; elements of one byte are, in float16 as pairs.
+      row_bytes: K is uint8, the rows of `latent_rows.py`.
     """
     groups: tl.constexpr = heads // kv_heads
     group_blocks: tl.constexpr = (groups + block_g - 1) // block_g
@@ -449,7 +456,7 @@ def attend(
         )  # fmt: skip
         scores, k, k_second = _scores(
             q, q_second, q_rest, q_rest_second, key, token_row, kv_head, valid,
-            stored, dtype, kv_heads, head_dim, tile_dim, block_d, block_r, exact, half,
+            stored, dtype, kv_heads, head_dim, tile_dim, block_d, block_r, exact, half, row_bytes,
         )  # fmt: skip
         if half and dtype != tl.float16:
             scores = scores * unit_m[:, None]

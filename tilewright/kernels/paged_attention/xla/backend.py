@@ -38,7 +38,7 @@ class XlaPagedAttention(InferenceBackend[PagedInputs, Results, FwdParams]):
     serves: ClassVar[frozenset[str]] = frozenset(
         {
             "kv_starts", "key_scale", "value_scale", "alibi_slopes", "softmax_aux", "left", "right", "logits_soft_cap",
-            "q_length", "latent_dim", "tree_mask",
+            "q_length", "latent_dim", "row_format", "tree_mask",
         }
     )  # fmt: skip
 

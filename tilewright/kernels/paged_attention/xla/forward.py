@@ -19,6 +19,7 @@ from tilewright.kernels.masks import Index
 from tilewright.kernels.numerics.softmax import accumulation_dtype, finite_shift
 from tilewright.kernels.op.sharding import vary_over, varying_axes
 from tilewright.kernels.paged_attention.inputs import PagedInputs
+from tilewright.kernels.paged_attention.latent_rows import dequantized
 from tilewright.kernels.paged_attention.results import Results, empty_forward, sinks_of
 from tilewright.kernels.paged_attention.token_layout import boundaries, bounded, packed_tiles, packed_tokens
 
@@ -154,7 +155,8 @@ def _initial(inputs: PagedInputs, tiles: Tiles) -> tuple[Any, Any, Any]:
 def _step(inputs: PagedInputs, tiles: Tiles, block: Block, state: State) -> Any:
     dtype = accumulation_dtype(inputs.query.dtype)
     block_q = tiles.query.shape[1]
-    logits = jnp.einsum("tqhgd,tkhd->thgqk", tiles.query, block.key, preferred_element_type=dtype)
+    query = tiles.query.astype(block.key.dtype)  # float32 beside rows of bytes, else its own dtype
+    logits = jnp.einsum("tqhgd,tkhd->thgqk", query, block.key, preferred_element_type=dtype)
     logits = logits * jnp.asarray(inputs.softmax_scale, dtype)
     # A token's scale is the same for all elements of a head: one multiplication of a logit instead of one for each
     # element.
@@ -237,7 +239,7 @@ class Source:
             present = present & jnp.repeat(exists, self.piece, axis=1)
             take = lambda array: self._gathered(array, page, row)  # noqa: E731
         key_scale, value_scale = (self._scale(scale, take, present) for scale in (inputs.key_scale, inputs.value_scale))
-        key, value = self._promoted(take(inputs.key)), None
+        key = self._keys(take(inputs.key))
         if inputs.value is None:
             value, value_scale = key[..., : inputs.value_dim], key_scale
         else:
@@ -271,6 +273,12 @@ class Source:
             return jnp.broadcast_to(scale[0], (present.shape[0], present.shape[1], scale.shape[2]))
         taken = take(jnp.broadcast_to(scale, (*self.inputs.key.shape[:2], scale.shape[2])))
         return jnp.where(present[..., None], taken, 0.0)
+
+    def _keys(self, stored: jax.Array) -> Any:
+        if self.inputs.row_format is None:
+            return self._promoted(stored)
+        # Not in a narrower dtype: the scales would be rounded to it.
+        return dequantized(stored, accumulation_dtype(self.inputs.query.dtype))
 
     def _promoted(self, array: jax.Array) -> Any:
         return array if array.dtype == self.inputs.query.dtype else array.astype(self.inputs.query.dtype)
