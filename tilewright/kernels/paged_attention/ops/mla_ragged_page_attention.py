@@ -68,7 +68,10 @@ class MlaRaggedPageAttention(PagedAttentionKernel):
     cases = CASES
 
     def __init__(self) -> None:
-        super().__init__("mla_ragged_page_attention")
+        super().__init__(
+            "mla_ragged_page_attention",
+            "tilewright.kernels.paged_attention.hopper.packed_latent_backend:PallasGpuPackedLatents",
+        )
 
     def prepare(
         self,
