@@ -12,10 +12,8 @@ from tilewright.errors import BuildError
 from tilewright.kernels.op.footprint import block_limits
 from tilewright.kernels.triton.description import ALIGNMENT, Launch
 from tilewright.kernels.triton.dtypes import type_name
+from tilewright.kernels.triton.requirements import PTX_VERSIONS, capabilities
 from tilewright.ops.utils.triton_settings import triton_settings
-
-PTX_VERSION = 87
-"""PTX ISA of CUDA 12.8: the ptxas that XLA uses for what the GPU runs may be older than Triton's own."""
 
 type CompiledKernel = Any
 """Result of ``triton.compile``, whose type is in a package that need not be installed."""
@@ -58,7 +56,13 @@ class Report:
 
 
 def compiled(launch: Launch, capability: tuple[int, int]) -> CompiledKernel:
-    """Compiles a launch by ``triton.compile``; from Triton's cache on disk, if any process compiled it before."""
+    """Compiles a launch by ``triton.compile``; from Triton's cache on disk, if any process compiled it before.
+
+    Raises:
+      BuildError: LLVM might end the process at that compute capability.
+    """
+    if capability not in PTX_VERSIONS:
+        raise BuildError(f"Triton kernels compile for compute capabilities {capabilities()}, got {capability=}")
     return _compiled(launch, capability, triton_settings())
 
 
@@ -74,7 +78,7 @@ def _compiled(launch: Launch, capability: tuple[int, int], settings: tuple[str, 
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,
         "enable_fp_fusion": True,  # the default so far, which Triton is going to change
-        "ptx_version": PTX_VERSION,
+        "ptx_version": PTX_VERSIONS[capability],
     }
     return triton.compile(source, target=GPUTarget("cuda", _number(capability), 32), options=options)
 
@@ -83,7 +87,7 @@ def report(launch: Launch, capability: tuple[int, int]) -> Report:
     """Compiles a launch for a compute capability, down to machine code, with the ptxas that Triton brings.
 
     Raises:
-      BuildError: ptxas failed.
+      BuildError: ptxas failed, or nothing is compiled for that compute capability.
     """
     kernel = compiled(launch, capability)
     output = _assembled(kernel.asm["ptx"], _number(capability))
