@@ -363,7 +363,7 @@ def prefetched_or_in_clusters(params: Any) -> Any:
 
 def latent_spills(compilation: Compilation) -> int:
     """Bytes. What the masks of all items need is computed before the first, and spilled there and read in branches."""
-    return 144 if compilation.inputs.q_length > 1 else 72
+    return 104 if compilation.inputs.q_length > 1 else 64
 
 
 def copies_overlap(compilation: Compilation, reports: Any) -> bool:

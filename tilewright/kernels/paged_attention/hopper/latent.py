@@ -403,11 +403,12 @@ def visible(ctx: LatentContext, step: Scalar, page: Scalar) -> jax.Array:
     end = ctx.visible_end(step, page)
     if call.right is None or call.q_length == 1:
         return key < end
-    row = plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK_K), 0, layout=tile_layout())
-    # Rows are token by token, its heads: the token gives the position of a row.
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=row_layout())
+    # Rows are token by token, its heads: the token gives the position of a row. Bounds of rows take two registers; of
+    # differences the compiler would keep every element.
     token = lax.div(row + work.row_tile * ROWS, jnp.int32(call.heads))
     start = (work.first + step) * BLOCK_K
-    return (key < end) & (key <= token + (work.position + call.right - start))
+    return key < across(jnp.minimum(token + (work.position + (call.right + 1) - start), end), BLOCK_K)
 
 
 def p_tile(ctx: LatentContext, step: Scalar) -> Ref:
