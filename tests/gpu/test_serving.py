@@ -78,7 +78,7 @@ UNEQUAL: dict[str, tuple[list[int], dict[str, Any]]] = {
     "one": ([100000], {}),
     "more sequences than CTAs": (drawn_lengths(400, 500), {}),
     "few heads": (drawn_lengths(64, 3000), {"heads": 16}),
-    "sinks": (drawn_lengths(90, 2000), {"sinks": 1}),
+    "sinks": (drawn_lengths(90, 2000), {"sinks": 500}),
     "several tokens": (drawn_lengths(40, 2000), {"q_lengths": (3,), "heads": 64}),
     "keys ahead": (drawn_lengths(40, 2000), {"q_lengths": (5,), "causal": False, "sliding_window": (None, 2)}),
     "float16, large pages": (drawn_lengths(40, 3000), {"dtype": "float16", "page_size": 256}),

@@ -39,11 +39,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "some keys ahead": {"q_lengths": (5,), "causal": False, "sliding_window": (None, 2)},
     "large pages": {"page_size": 128, "kv_length": 384},
     "larger pages": {"page_size": 256, "kv_length": 300},
-    "sinks": {"sinks": 2},
+    "sinks": {"sinks": 90},
     "large logits": {"softmax_scale": 3.0},
     "negative scale": {"softmax_scale": -0.3, "q_lengths": (2,)},
     "no scale": {"softmax_scale": 0.0},
-    "sinks of several tokens": {"sinks": 1, "q_lengths": (3,), "heads": 6},
+    "sinks of several tokens": {"sinks": 90, "q_lengths": (3,), "heads": 6},
 }
 
 
@@ -94,7 +94,8 @@ class LatentConformance(CacheConformance):
         ("lengths", "ranges", "fields"),
         [
             ([70, 256], 7, {}),  # more ranges than there is work for
-            ([400], 6, {"sinks": 1}),  # one sequence in more parts than are loaded at once
+            # More parts than are loaded at once, and sinks that matter beside so many keys.
+            ([1300], 11, {"heads": 1, "sinks": 700}),
             ([5, 64, 500, 1, 0, 130], 5, {"heads": 2}),  # a long one among short ones
             ([600, 250], 3, {"q_lengths": (3,), "heads": 40}),  # a range within a sequence; row tiles
         ],
