@@ -67,12 +67,12 @@ def _quantized(latents: Float[Array, "*latents 576"]) -> UInt8[Array, "*latents 
     leading = latents.shape[:-1]
     groups = latents[..., :RANK].astype(jnp.float32).reshape(*leading, -1, GROUP)
     limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
-    # The product that XLA makes of a division by a constant when it compiles: the same bits with and without `jit`.
+    # Products, which XLA makes of divisions by what is broadcast: the same bits wherever it does.
     scales = jnp.max(jnp.abs(groups), axis=-1) * jnp.float32(1 / limit)
     # Also where the quotient is no normal number, which some devices take for 0: such a group becomes zeros.
     scales = jnp.where(scales < jnp.finfo(jnp.float32).tiny, 1.0, scales)
-    # A quotient may be rounded to more than the limit, beyond which the conversion gives NaN.
-    elements = jnp.clip(groups / scales[..., None], -limit, limit).astype(jnp.float8_e4m3fn)
+    # A product may be rounded to more than the limit, beyond which the conversion gives NaN.
+    elements = jnp.clip(groups * (1.0 / scales)[..., None], -limit, limit).astype(jnp.float8_e4m3fn)
     parts = (elements, scales, latents[..., RANK:].astype(jnp.bfloat16))
     return jnp.concatenate([lax.bitcast_convert_type(x, jnp.uint8).reshape(*leading, -1) for x in parts], axis=-1)
 
