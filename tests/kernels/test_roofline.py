@@ -99,6 +99,13 @@ PEAKS = {
         )
     },
     "TPU7x": (1153.5e12, 3.69e12, 64),
+    "NVIDIA B200": (2.25e15, 7.7e12, 126.5),
+    **dict.fromkeys(("NVIDIA GB200", "NVIDIA GB300"), (2.5e15, 8e12, 129.25)),
+    "NVIDIA B300 SXM6 AC": (2.5e15, 8e12, 126.5),
+    "NVIDIA GeForce RTX 5090": (419e12, 1.792e12, 96),
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": (503.8e12, 1.792e12, 128),
+    "TPU v2": (23e12, 0.358e12, 16),
+    "TPU v3": (70e12, 0.45e12, 16),
 }  # fmt: skip
 
 
@@ -107,7 +114,7 @@ def test_the_peaks_of_devices(name: str):
     """FLOP/s and bytes/s of one device, and MiB of what may hold arrays between kernels."""
     flops, bandwidth, cache = PEAKS[name]
     device = Device("tpu" if "TPU" in name else "gpu", name)
-    assert peaks_of(device) == Peaks(flops, bandwidth, cache << 20)
+    assert peaks_of(device) == Peaks(flops, bandwidth, int(cache * (1 << 20)))
     assert min_ms(Cost(flops, 0.0), device) == pytest.approx(1e3)
 
 

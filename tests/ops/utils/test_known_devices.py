@@ -38,6 +38,7 @@ XLA_SAYS = {
     "NVIDIA H200": (132, 151397597184, 52428800, 4800000000000, 1.98),
     "NVIDIA B200": (148, 191514411008, 132644864, 7672320000000, 1.965),
     "NVIDIA GB200": (152, 197897748480, 135528448, 7928064000000, 2.062),
+    "NVIDIA GB300": (152, 297021079552, 135528448, 7928064000000, 2.07),
 }
 
 
@@ -53,7 +54,11 @@ def test_what_xla_read_from_cards(name: str):
 @pytest.mark.parametrize("known", GPUS, ids=lambda each: each.name)
 def test_what_pallas_takes_a_gpu_for(known):
     if gpu_info.gpu_version_from_device_kind(known.name) is None:
-        assert known.chip.name in ("V100", "A10G", "A40", "A6000", "3090", "L40S", "Ada", "H800", "H20", "5090")
+        # Those of the last row are known to jax 0.12.
+        assert known.chip.name in (
+            "V100", "A10G", "A40", "A6000", "3090", "L40S", "Ada", "H800", "H20", "5090",
+            "B300", "GB300", "Thor", "RTX PRO 6000", "GB10",
+        )  # fmt: skip
         return
     with tilewright.target_device(known.name):
         info = gpu_info.get_gpu_info()
@@ -167,6 +172,8 @@ def test_the_capability_of_a_part_of_a_device(name: str, capability):
     [
         ("GRID A100D-80C", "A100"), ("NVIDIA A100X", "A100"), ("NVIDIA A10M", "A10"), ("NVIDIA L40S-48Q", "L40S"),
         ("NVIDIA GH200 96GB", "GH200"), ("NVIDIA GB200 NVL", "GB200"), ("NVIDIA H20-3e", "H20"), ("NVIDIA T400", None),
+        ("NVIDIA B300 SXM6 AC MIG 1g.34gb", "B300"), ("NVIDIA RTX PRO 6000 Blackwell DC-4-48Q", "RTX PRO 6000"),
+        ("NVIDIA RTX PRO 4500 Blackwell", None),
         ("TPU v5e", "v5e"), ("TPU v4 lite", None), ("cpu", None),
     ],
 )  # fmt: skip

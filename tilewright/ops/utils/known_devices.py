@@ -4,10 +4,12 @@ Selection, bounds of times, limits of kernels and predictions of strategies read
 while no such device is present.
 
 Sources: NVIDIA's data sheets and architecture white papers for multiprocessors, memory, bandwidth, clocks, peaks and
-NVLink, and where they name none (GH200's L2, GB200's multiprocessors) the device descriptions that XLA publishes under
-``xla/backends/gpu/target_config/specs``; the CUDA C++ Programming Guide, "Technical Specifications per Compute
+NVLink, and where they name none (GH200's L2, GB200's and GB300's multiprocessors) the device descriptions that XLA publishes under
+``xla/backends/gpu/target_config/specs``, and for B300, GB10 and Thor what their drivers tell CUDA's ``deviceQuery``
+(XLA's description of B300 was not read from a card); the CUDA C++ Programming Guide, "Technical Specifications per Compute
 Capability", for what a multiprocessor has; Google Cloud's pages of each TPU version for memory, bandwidth, peaks and
-links of TPUs, and JAX's ``tpu_info`` for their on-chip memory.
+links of TPUs, JAX's ``tpu_info`` for their on-chip memory, and for the links of v2 and v3 "A Domain Specific
+Supercomputer for Training Deep Neural Networks" (CACM 63(7), 2020).
 """
 
 import dataclasses
@@ -121,8 +123,9 @@ class KnownDevice:
         return Device(self.kind, self.name, self.capability, self.cores, fingerprint, present=False)
 
 
-# Times have a lower bound on chips whose peaks are given, so the larger of two published numbers is used. Peaks of TPUs
-# are those of one jax.Device, half a chip of v7x. A chip of v4 and v5p has six links, one of v5e and v6e has four.
+# Times have a lower bound on chips whose peaks are given, so the larger of two published numbers is used, of GeForce
+# cards that of sums in float16. No dense peaks are published for GB10 and Thor. Peaks of TPUs are those of one
+# jax.Device, half a chip of v2, v3 and v7x. A chip of v4, v5p and v7x has six links, one of the others has four.
 _H100_RATES = MeasuredRates(sm_flops=6.1e12, sm_l2=70e9, read=2.9e12, write=2.5e12, link=220e9, attention=630e12)
 _CHIPS = {
     chip.name: chip
@@ -145,16 +148,21 @@ _CHIPS = {
         Chip("H20", (9, 0), 60),
         Chip("H200", (9, 0), 50, 989.4e12, 1978.9e12, 4800, 450),
         Chip("GH200", (9, 0), 60, 989.4e12, 1978.9e12, 4900, 450),
-        Chip("B200", (10, 0), 126.5),
-        Chip("GB200", (10, 0), 129.25),
-        Chip("5090", (12, 0), 96),
-        Chip("v2", vmem_mb=16),
-        Chip("v3", vmem_mb=16),
+        Chip("B200", (10, 0), 126.5, 2250e12, 4500e12, 7700, 900),
+        Chip("GB200", (10, 0), 129.25, 2500e12, 5000e12, 8000, 900),
+        Chip("B300", (10, 3), 126.5, 2500e12, 5000e12, 8000, 900),
+        Chip("GB300", (10, 3), 129.25, 2500e12, 5000e12, 8000, 900),
+        Chip("Thor", (11, 0), 32),
+        Chip("5090", (12, 0), 96, 419e12, 838e12, 1792),
+        Chip("RTX PRO 6000", (12, 0), 128, 503.8e12, 1007.6e12, 1792),
+        Chip("GB10", (12, 1), 24),
+        Chip("v2", None, 16, 23e12, 23e12, 358, 62, vmem_mb=16),
+        Chip("v3", None, 16, 70e12, 70e12, 450, 82, vmem_mb=16),
         Chip("v4", None, 160, 275e12, 275e12, 1228, 50, vmem_mb=16),
         Chip("v5e", None, 128, 197e12, 394e12, 819, 50, vmem_mb=128),
         Chip("v5p", None, 128, 459e12, 918e12, 2765, 100, vmem_mb=64),
         Chip("v6e", None, 128, 918e12, 1836e12, 1640, 100, vmem_mb=128),
-        Chip("tpu7x", None, 64, 1153.5e12, 2307e12, 3690, vmem_mb=64),
+        Chip("tpu7x", None, 64, 1153.5e12, 2307e12, 3690, 100, vmem_mb=64),
     )
 }
 
@@ -198,7 +206,14 @@ _ROWS = (
     _gpu("NVIDIA GH200 144G HBM3e", "GH200", 132, 144, 4900, 1.98),
     _gpu("NVIDIA B200", "B200", 148, 180, 7672, 1.965),
     _gpu("NVIDIA GB200", "GB200", 152, 186, 7928, 2.062),
+    _gpu("NVIDIA B300 SXM6 AC", "B300", 148, 288, 7936, 2.032),
+    _gpu("NVIDIA GB300", "GB300", 152, 288, 7928, 2.07),
+    _gpu("NVIDIA Thor", "Thor", 20, 128, 273, 1.575),
     _gpu("NVIDIA GeForce RTX 5090", "5090", 170, 32, 1792, 2.407),
+    _gpu("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000", 188, 96, 1792, 2.617),
+    _gpu("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000", 188, 96, 1792, 2.28),
+    _gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000", 188, 96, 1597, 2.617),
+    _gpu("NVIDIA GB10", "GB10", 48, 128, 273, 2.418),
     _tpu("TPU v2", "v2", 1, 8),
     _tpu("TPU v3", "v3", 1, 17.2),
     _tpu("TPU v4", "v4", 2, 34.4),

@@ -23,7 +23,10 @@ _MULTIPROCESSORS = MappingProxyType(
         (8, 9): (100, 1536, 128),
         (9, 0): (228, 2048, 128),
         (10, 0): (228, 2048, 128),
+        (10, 3): (228, 2048, 128),
+        (11, 0): (228, 1536, 128),
         (12, 0): (100, 1536, 128),
+        (12, 1): (100, 1536, 128),
     }
 )
 # Names of slices by number of chips, from Google Cloud's "TPU versions".
