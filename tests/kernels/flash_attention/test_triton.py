@@ -21,10 +21,15 @@ from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.triton import recorded_launches, requirements
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.known_devices import find_device
 from tilewright.ops.utils.serialize import from_json, to_json
 
 BACKEND = TritonFlashAttention()
 ADA = Device("gpu", "NVIDIA GeForce RTX 4090", (8, 9), 128)
+B200 = find_device("NVIDIA B200").device
+THOR = find_device("NVIDIA Thor").device
+RTX_5090 = find_device("NVIDIA GeForce RTX 5090").device
+GB10 = find_device("NVIDIA GB10").device
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +47,7 @@ def reasons(device: Device = H100, direction: Direction = "forward", **kwargs: A
     return BACKEND.not_supported_reasons(call_of(**kwargs), device, direction)
 
 
-@pytest.mark.parametrize("device", [A100, ADA, H100], ids=lambda device: device.name)
+@pytest.mark.parametrize("device", [A100, ADA, H100, B200, RTX_5090], ids=lambda device: device.name)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_it_serves(device: Device, direction: Direction):
     for dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
@@ -69,7 +74,7 @@ def test_where_it_does_not_run():
         flash_attention(query, query, query, platform="triton")
 
 
-@pytest.mark.parametrize("device", [A100, ADA, H100], ids=lambda device: device.name)
+@pytest.mark.parametrize("device", [A100, ADA, H100, B200, RTX_5090], ids=lambda device: device.name)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
 def test_candidates_fit(device: Device, dtype: Any, head_dim: int):
@@ -83,6 +88,25 @@ def test_candidates_fit(device: Device, dtype: Any, head_dim: int):
             repeats = [params.deterministic for params in candidates if isinstance(params, TritonBackwardParams)]
             assert direction == "forward" or any(repeats)
             assert not any(BACKEND.config_reasons(inputs, device, direction, params) for params in candidates)
+
+
+@pytest.mark.parametrize("device", [RTX_5090, GB10], ids=lambda device: device.name)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_capability_12_takes_the_tiles_of_ada(device: Device, direction: Direction, head_dim: int):
+    """It has Ada's shared memory: tiles of Hopper's table that fit are few, and spilled up to 19 kB a thread."""
+    for options in ({}, {"bias": jax.ShapeDtypeStruct((128, 128), jnp.float32)}, {"logits_soft_cap": 3.0}):
+        inputs = call_of(head_dim=head_dim, **options)
+        assert BACKEND.candidates(inputs, device, direction) == BACKEND.candidates(inputs, ADA, direction)
+
+
+@pytest.mark.parametrize("device", [B200, THOR], ids=lambda device: device.name)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tensor_memory_takes_128_queries(device: Device, head_dim: int):
+    for causal in (False, True):
+        params = BACKEND.heuristic(call_of(head_dim=head_dim, causal=causal), device, "forward")
+        assert isinstance(params, TritonForwardParams)
+        assert (params.tiles.block_q, params.tiles.num_warps, params.tiles.tma) == (128, 8, True)
 
 
 def test_configs():

@@ -28,6 +28,14 @@ _HOPPER_FORWARD = {
     256: ((64, 32, 4, 2, True), (128, 32, 8, 2, True)),
 }  # fmt: skip
 
+# Compute capabilities 10 and 11 accumulate in tensor memory: 128 queries are one MMA, and eight warps hold their scores
+# without spills under every option, where four warps spill. Compiled, and never timed.
+_BLACKWELL_FORWARD = {
+    64: ((128, 64, 8, 3, True), (128, 64, 4, 3, True), (128, 128, 8, 2, True), (64, 64, 4, 3, True)),
+    128: ((128, 64, 8, 3, True), (128, 128, 8, 2, True), (64, 64, 4, 3, True)),
+    256: _HOPPER_FORWARD[256],
+}
+
 _FORWARD = {
     64: ((128, 64, 8, 3, False), (64, 64, 4, 3, False), (64, 32, 4, 3, False)),
     128: ((64, 64, 8, 3, False), (128, 64, 8, 3, False), (64, 32, 4, 2, False)),
@@ -82,7 +90,8 @@ def listed_params(inputs: AttentionInputs, device: Device, direction: Direction)
             narrow = _HOPPER_SCORES_BACKWARD if tma else _SCORES_BACKWARD
             sizes = narrow if max_dim <= 128 else _WIDE_SCORES_BACKWARD
     else:
-        tables = (_HOPPER_FORWARD, _HOPPER_BACKWARD) if tma else (_FORWARD, _BACKWARD)
+        forwards = _HOPPER_FORWARD if device.capability == (9, 0) else _BLACKWELL_FORWARD
+        tables = (forwards, _HOPPER_BACKWARD) if tma else (_FORWARD, _BACKWARD)
         table: Mapping[int, tuple[tuple[Any, ...], ...]] = tables[0] if forward else tables[1]
         sizes = next(listed for width, listed in table.items() if max_dim <= width)
         # Dropout, segments, positions, and the derivative of the soft cap take registers: fewest scores per warp first.
@@ -101,9 +110,12 @@ def listed_params(inputs: AttentionInputs, device: Device, direction: Direction)
 
 
 def has_tma(inputs: AttentionInputs, device: Device) -> bool:
-    """True if the call's tiles can be loaded by TMA."""
+    """True if the call's tiles are worth loading by TMA.
+
+    Compute capability 12 has TMA, but no more shared memory or tensor cores than Ada: those tiles do not fit, or spill.
+    """
     aligned = all(dim * inputs.dtype.itemsize % TMA_BYTES == 0 for dim in (inputs.head_dim, inputs.value_dim))
-    return aligned and (device.capability or (0, 0)) >= (9, 0)
+    return aligned and (9, 0) <= (device.capability or (0, 0)) < (12, 0)
 
 
 def smallest_params(direction: Direction) -> TritonForwardParams | TritonBackwardParams:

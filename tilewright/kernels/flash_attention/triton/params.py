@@ -19,8 +19,7 @@ class Tiles:
       block_q, block_k: queries and keys per tile.
       num_warps: warps per program.
       num_stages: stages of its pipelined loops.
-      tma: loads tiles by TMA where it is available: on compute capability 9.0 and up, if rows have a multiple of 16
-        bytes.
+      tma: loads tiles by TMA where that pays: on compute capabilities 9 to 11, if rows have a multiple of 16 bytes.
     """
 
     block_q: int
