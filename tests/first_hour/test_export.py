@@ -81,7 +81,7 @@ def test_masks_of_arrays_with_symbols():
         given = (
             *arrays(batch, rows, columns),
             tuple(jnp.asarray(np.sort(rng.integers(0, 3, (batch, size))), jnp.int32) for size in (rows, columns)),
-            jnp.asarray(rng.integers(0, 200, batch), jnp.int32),
+            jnp.asarray(rng.integers(0, min(rows, columns) + 1, batch), jnp.int32),
             jnp.asarray(rng.standard_normal((batch, 1, rows, columns)), jnp.float32),
             jnp.asarray(rng.random((1, 4, rows, columns)) > 0.2),
         )
