@@ -4,12 +4,12 @@ Selection, bounds of times, limits of kernels and predictions of strategies read
 while no such device is present.
 
 Sources: NVIDIA's data sheets and architecture white papers for multiprocessors, memory, bandwidth, clocks, peaks and
-NVLink, and where they name none (GH200's L2, GB200's and GB300's multiprocessors) the device descriptions that XLA publishes under
-``xla/backends/gpu/target_config/specs``, and for B300, GB10 and Thor what their drivers tell CUDA's ``deviceQuery``
-(XLA's description of B300 was not read from a card); the CUDA C++ Programming Guide, "Technical Specifications per Compute
-Capability", for what a multiprocessor has; Google Cloud's pages of each TPU version for memory, bandwidth, peaks and
-links of TPUs, JAX's ``tpu_info`` for their on-chip memory, and for the links of v2 and v3 "A Domain Specific
-Supercomputer for Training Deep Neural Networks" (CACM 63(7), 2020).
+NVLink, and where they name none (GH200's L2, multiprocessors of GB200 and GB300) the device descriptions that XLA
+publishes under ``xla/backends/gpu/target_config/specs``, and for B300, GB10 and Thor what drivers tell CUDA's
+``deviceQuery`` (XLA's description of B300 was not read from a card); the CUDA C++ Programming Guide, "Technical
+Specifications per Compute Capability", for what a multiprocessor has; Google Cloud's pages of each TPU version for
+memory, bandwidth, peaks and links of TPUs, JAX's ``tpu_info`` for their on-chip memory, and for the links of v2 and v3
+"A Domain Specific Supercomputer for Training Deep Neural Networks" (CACM 63(7), 2020).
 """
 
 import dataclasses
