@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import tilewright
 from tests.kernels.conftest import A100, H100
 from tests.kernels.flash_attention.conformance import inputs_of
 from tilewright.errors import UnsupportedError
@@ -20,6 +21,7 @@ from tilewright.kernels.flash_attention.triton.params import Tiles, TritonBackwa
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.triton import recorded_launches, requirements
 from tilewright.modules import flash_attention
+from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.known_devices import find_device
 from tilewright.ops.utils.serialize import from_json, to_json
@@ -107,6 +109,25 @@ def test_tensor_memory_takes_128_queries(device: Device, head_dim: int):
         params = BACKEND.heuristic(call_of(head_dim=head_dim, causal=causal), device, "forward")
         assert isinstance(params, TritonForwardParams)
         assert (params.tiles.block_q, params.tiles.num_warps, params.tiles.tma) == (128, 8, True)
+
+
+def test_preferred_to_xla_where_its_matmuls_are_tcgen05s():
+    """Without cuDNN and without a build; elsewhere XLA comes first until something is measured."""
+    query = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+    single = jax.ShapeDtypeStruct(query.shape, jnp.float32)
+    names = {"NVIDIA B200": "triton", "NVIDIA GB300": "triton", "NVIDIA A100-SXM4-80GB": "xla"}
+    for name, first in names.items():
+        with tilewright.target_device(name):
+            for direction in ("forward", "backward"):
+                assert _first(query, direction) == first
+            assert _first(single, "forward") == "xla"
+
+
+def _first(query: jax.ShapeDtypeStruct, direction: Direction) -> str:
+    """The first of both in the order of preference; others depend on what is installed and built."""
+    inv = dataclasses.replace(prepared(FlashAttention(), (query,) * 3, {}, concrete=False)[0], direction=direction)
+    names = [choice.backend for choice in FlashAttention()._by_preference(inv)]
+    return next(name for name in names if name in ("triton", "xla"))
 
 
 def test_configs():

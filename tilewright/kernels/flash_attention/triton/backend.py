@@ -69,6 +69,16 @@ class TritonFlashAttention(Backend[AttentionInputs, Results, TritonForwardParams
             )
         return reasons
 
+    def deprioritized(self, inputs: AttentionInputs, device: Device, direction: Direction) -> bool:
+        """True where it runs only if it is named or measured as the fastest.
+
+        On compute capabilities 10 and 11 the kernels' matmuls are tcgen05's, as PTX shows. FlashAttention-4's authors
+        measured attention by Triton at about 600 TFLOP/s on a B200 (theirs at 1613, 2.7 times as fast), and that by
+        Ampere's instructions reached 380 (flash-attention#1589); XLA writes the scores of each block to memory.
+        """
+        of_tensor_memory = (10, 0) <= (device.capability or (0, 0)) < (12, 0) and inputs.dtype.itemsize == 2
+        return not of_tensor_memory
+
     def candidates(
         self, inputs: AttentionInputs, device: Device, direction: Direction
     ) -> list[TritonForwardParams | TritonBackwardParams]:
