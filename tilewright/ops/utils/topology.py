@@ -114,6 +114,8 @@ def _tpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
     devices_per_chip = 2 if known.chip.name in _TWO_DEVICES_PER_CHIP else 1
     shapes = _FLAT_SLICES if known.chip.name in _FLAT else _CUBIC_SLICES
     sizes = {devices_per_chip * chips: shape for chips, shape in shapes.items()}
+    # No slice is smaller than a chip, but a program may run on one of its devices.
+    sizes = {1: shapes[1]} | sizes
     if count not in sizes:
         counts = ", ".join(map(str, sizes))
         raise TargetDeviceError(f"slices of {known.name} that can be compiled for have {counts} devices, got {count=}")
@@ -122,9 +124,9 @@ def _tpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
     if cores != {known.cores}:
         raise TargetDeviceError(
             f"libtpu describes {known.name} with {cores} cores a device, and a real one has {known.cores}: "
-            "nothing is compiled for it here"
+            "lower and explain programs for it here (jax.jit(f).lower(...), tilewright.explain), and compile them there"
         )
-    return tuple(description.devices)
+    return tuple(description.devices)[:count]
 
 
 def missing_compiler(known: KnownDevice) -> str:
