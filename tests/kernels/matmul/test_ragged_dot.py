@@ -7,13 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tilewright
 from tests.kernels.conftest import H100
 from tests.kernels.matmul.grouped_conformance import CASES, GroupedConformance, inputs_of
 from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.xla import ragged_dot
 from tilewright.kernels.matmul.xla.ragged_dot import RaggedDot
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import grouped_matmul
 from tilewright.ops import BwdParams, FwdParams
+from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device
 
 CONFIG = PerDirection(Choice("ragged_dot", FwdParams()), Choice("ragged_dot", BwdParams()))
@@ -50,9 +53,11 @@ def test_jax_itself_counts_rows_twice_if_a_size_is_negative():
     np.testing.assert_array_equal(ours(rows, matrices, sizes), np.full((6, 3), 4.0))
 
 
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
 @pytest.mark.parametrize("axes", [(None, None, 0), (0, None, None), (None, 0, None), (1, 2, 0)])
-def test_vmap_over_any_operand(axes: Any):
-    """JAX maps its function over the first axes of all operands alone."""
+def test_vmap_over_any_operand(axes: Any, device: str, monkeypatch: pytest.MonkeyPatch):
+    """JAX maps its function over the first axes of all operands alone, and not on TPUs."""
+    monkeypatch.setattr(ragged_dot, "current_device", lambda: Device(device, device))
     random = np.random.default_rng(0)
     shapes = ((7, 4), (3, 4, 5), (3,))
     rows, matrices = (
@@ -65,3 +70,38 @@ def test_vmap_over_any_operand(axes: Any):
         for cfg in (CONFIG, None)
     )
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+TPU_CALL = [
+    jax.ShapeDtypeStruct(shape, dtype)
+    for shape, dtype in (((512, 256), jnp.bfloat16), ((8, 256, 256), jnp.bfloat16), ((8,), jnp.int32))
+]
+
+
+def _gradients(*operands: Any) -> Any:
+    total = lambda lhs, rhs, sizes: grouped_matmul(lhs, rhs, sizes).astype(jnp.float32).sum()
+    return jax.grad(total, argnums=(0, 1))(*operands)
+
+
+@pytest.mark.parametrize("name", ["TPU v5e", "TPU v6e", "TPU7x"])
+def test_first_on_tpus_in_both_directions(name: str):
+    """Also on the explicit axes of the mesh in force, and without a loop over blocks."""
+    with tilewright.target_device(name):
+        for function, products in ((grouped_matmul, 1), (_gradients, 2)):
+            chosen = {str(each.config).partition("(")[0] for each in tilewright.explain(function, *TPU_CALL)}
+            assert chosen == {"ragged_dot"}
+            text = jax.jit(function).lower(*TPU_CALL).as_text()
+            assert text.count('chlo.ragged_dot"') >= products
+            assert "stablehlo.while" not in text
+        mapped = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in TPU_CALL]
+        text = jax.jit(jax.vmap(_gradients)).lower(*mapped).as_text()
+        assert 'chlo.ragged_dot"' in text
+
+
+def test_not_first_elsewhere():
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"):
+        with tilewright.target_device(name):
+            (call,) = tilewright.explain(grouped_matmul, *TPU_CALL)
+        assert not str(call.config).startswith("ragged_dot")
+    (call,) = tilewright.explain(grouped_matmul, *TPU_CALL)
+    assert str(call.config).startswith("xla")

@@ -34,8 +34,9 @@ class GroupedMatmul(MatmulKernel):
                 "tilewright.kernels.matmul.hopper.backend:HopperGroupedMatmul",
                 # On an H100 3 to 17 times as fast as XLA's loops, in every case and direction that was measured.
                 "tilewright.kernels.matmul.triton.backend:TritonGroupedMatmul",
-                "tilewright.kernels.matmul.xla.backend:XlaGroupedMatmul",
+                # First on TPUs only: see its deprioritized.
                 "tilewright.kernels.matmul.xla.ragged_dot:RaggedDot",
+                "tilewright.kernels.matmul.xla.backend:XlaGroupedMatmul",
             ),
         )
 

@@ -14,14 +14,17 @@ from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
+from tilewright.ops.utils.device import current_device
 
 
 class RaggedDot(Backend[MatmulInputs, Any, FwdParams, BwdParams]):
     """Serves calls with a matrix for every group and without scales.
 
-    XLA computes it with all rows for every group, on CPUs in memory ``groups`` times that of lhs, and NaN or infinity
-    in one matrix reaches the rows of all groups: 0 · NaN is among the terms of each sum. That is why it is never the
-    first choice, not even on a GPU for few rows, where all rows' products with a matrix take no longer than reading it.
+    On CPUs and GPUs XLA computes it with all rows for every group, on CPUs in memory ``groups`` times that of lhs, and
+    NaN or infinity in one matrix reaches the rows of all groups: 0 · NaN is among the terms of each sum. That is why it
+    is never the first choice there, not even on a GPU for few rows, where all rows' products with a matrix take no
+    longer than reading it. For TPUs XLA has Mosaic kernels of its own that go over the tiles of each group, where the
+    other backend is a loop over blocks.
     """
 
     name: ClassVar[str] = "ragged_dot"
@@ -36,7 +39,7 @@ class RaggedDot(Backend[MatmulInputs, Any, FwdParams, BwdParams]):
         return []
 
     def deprioritized(self, inputs: MatmulInputs, device: Device, direction: Direction) -> bool:
-        return True
+        return device.kind != "tpu"
 
     def candidates(self, inputs: MatmulInputs, device: Device, direction: Direction) -> Iterable[FwdParams | BwdParams]:
         return [FwdParams() if direction == "forward" else BwdParams()]
@@ -96,9 +99,7 @@ def _call(
         rhs_group_dimensions=[0] if groups_in_rhs else [],
     )
     wide = accumulator(lhs.dtype, rhs.dtype, dtype)
-    mesh = jax.sharding.get_abstract_mesh()
-    explicit = any(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types)
-    spec = jax.sharding.PartitionSpec(*[None] * (2 if groups_in_rhs else 3)) if explicit else None
+    spec = jax.sharding.PartitionSpec(*[None] * (2 if groups_in_rhs else 3)) if _on_explicit_axes() else None
 
     def run(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
         if 0 in (*lhs.shape, *rhs.shape):
@@ -109,6 +110,15 @@ def _call(
         return lax.ragged_dot_general(lhs, rhs, sizes, numbers, inputs.precision, wide, out_sharding=spec)
 
     return _mapped_together(run)(lhs, rhs, sizes)
+
+
+def _on_explicit_axes() -> bool:
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    return any(kind == jax.sharding.AxisType.Explicit for kind in kinds)
+
+
+def _one_by_one(run: Any) -> Any:
+    return lambda *operands: lax.map(lambda each: run(*each), operands)
 
 
 def _mapped_together(run: Any) -> Any:
@@ -124,6 +134,10 @@ def _mapped_together(run: Any) -> Any:
             x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
             for x, is_batched in zip(operands, batched, strict=True)
         ]
-        return _mapped_together(jax.vmap(run))(*together), True
+        # JAX's rule for vmap drops out_sharding, without which explicit axes are an error; and XLA compiles no batched
+        # call for TPUs ("group_sizes with rank > 1 are not yet supported", libtpu 0.0.50).
+        looped = _on_explicit_axes() or current_device().kind == "tpu"
+        mapped = _one_by_one(run) if looped else jax.vmap(run)
+        return _mapped_together(mapped)(*together), True
 
     return call
