@@ -24,6 +24,8 @@ CARDS = {
     "a100": find_device("NVIDIA A100-SXM4-80GB").device,
     "rtx4090": find_device("NVIDIA GeForce RTX 4090").device,
     "h100": find_device("NVIDIA H100 80GB HBM3").device,
+    "b200": find_device("NVIDIA B200").device,
+    "rtx5090": find_device("NVIDIA GeForce RTX 5090").device,
 }
 
 type Reports = Sequence[KernelReport | Report]

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.aot.compilations import CARDS, Compilation, Reports, Shipped
+from tests.aot.compilations import Compilation, Reports, Shipped
 from tests.aot.compiler import missing_packages
 from tests.kernels.paged_attention.latent_conformance import SIZES
 from tests.kernels.paged_attention.test_conformance_triton import SHIPPED
@@ -180,7 +180,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     for dim in (64, 128, 256)
     for name, options in {"full": dict[str, Any](), "causal": {"causal": True}}.items()
 }
-SPILLED_BY_TRITON = {"everything": 900, "d256": 200, "a100": 24, "rtx4090": 24, "h100": 0}
+SPILLED_BY_TRITON = {"everything": 900, "d256": 200, "a100": 24, "rtx4090": 24, "h100": 0, "b200": 24, "rtx5090": 24}
 """Bytes that a kernel may spill: with every option at once, at the widest heads, and otherwise by card."""
 
 SPILLED_BY_TRITON_3_9 = {
@@ -416,7 +416,8 @@ LINEAR_SAMPLES = LinearSample.cases.by_device["gpu"] | variants(
 )
 
 
-EVERY_CARD = tuple(CARDS)
+EVERY_CARD = ("a100", "rtx4090", "h100")
+BLACKWELL = ("b200", "rtx5090")
 BOTH: tuple[Direction, ...] = ("forward", "backward")
 EVERY = (
     Shipped(
@@ -433,6 +434,17 @@ EVERY = (
         variants(case(""), TRITON_CASES),
         EVERY_CARD,
         tuned=tuple(PLAIN),
+        changed=with_lse,
+        spills=triton_attention_spills,
+        counted="spill_loads",
+        expected=attention_kernels,
+    ),
+    Shipped(
+        "flash_attention",
+        TritonFlashAttention(),
+        variants(case(""), PLAIN),
+        BLACKWELL,
+        tuned=(),
         changed=with_lse,
         spills=triton_attention_spills,
         counted="spill_loads",
@@ -488,6 +500,7 @@ EVERY = (
         )
     ),
     Shipped("gated_grouped_matmul", TritonGatedGroupedMatmul(), GATED_CASES, EVERY_CARD, tuned=tuple(TRITON_PRODUCTS)),
+    Shipped("gated_grouped_matmul", TritonGatedGroupedMatmul(), GATED_CASES, ("rtx5090",), tuned=()),
     Shipped(
         "gated_grouped_matmul",
         TritonGatedGroupedMatmul(),
@@ -522,6 +535,16 @@ EVERY = (
         variants(LOSS, TRITON_LOSSES),
         EVERY_CARD,
         tuned=("large", "float32", "odd"),
+        changed=keeping_gradients,
+        distinct=loss_tile,
+        expected=loss_kernels,
+    ),
+    Shipped(
+        "linear_cross_entropy",
+        TritonLinearCrossEntropy(),
+        variants(LOSS, TRITON_LOSSES),
+        ("rtx5090",),
+        tuned=(),
         changed=keeping_gradients,
         distinct=loss_tile,
         expected=loss_kernels,
