@@ -35,8 +35,8 @@ CASES = (
     ),
     # More tokens than the kernels list of a row.
     SampleCase("flat", rows=6, vocab=3000, top_p=0.5),
-    SampleCase("flat_every_limit", rows=3, vocab=3000, top_k=2500, top_p=0.9, min_p=0.01, return_log_probs=True),
-    SampleCase("many_of_top_k", rows=4, vocab=3000, top_k=2000, top_p=0.6, min_p=0.02, temperature=0.8),
+    SampleCase("flat_every_limit", rows=1, vocab=2200, top_k=1800, top_p=0.9, min_p=0.01, return_log_probs=True),
+    SampleCase("many_of_top_k", rows=2, vocab=2200, top_k=1500, top_p=0.6, min_p=0.02, temperature=0.8),
     SampleCase("no_rows", rows=0, vocab=5, top_k=3, return_log_probs=True),
 )
 
