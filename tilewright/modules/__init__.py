@@ -9,42 +9,48 @@ from typing import Any
 from tilewright import kernels
 
 _NAMES: dict[str, tuple[str, ...]] = {
-    "kernels.experts.op": ("MoeMlp", "moe_mlp"),
-    "kernels.flash_attention.context_parallel": ("context_parallel_attention",),
-    "kernels.flash_attention.distributed.layout": ("unzigzag", "zigzag"),
-    "kernels.flash_attention.op": ("FlashAttention", "flash_attention"),
-    "kernels.linear_cross_entropy.kl": ("LinearKlDivergence", "linear_kl_divergence"),
-    "kernels.linear_cross_entropy.op": ("LinearCrossEntropy", "linear_cross_entropy", "linear_log_probs"),
-    "kernels.matmul.distributed.op": ("all_gather_matmul", "matmul_reduce_scatter"),
-    "kernels.matmul.ops.gated_grouped_matmul": ("GatedGroupedMatmul", "gated_grouped_matmul"),
-    "kernels.matmul.ops.glu": ("Glu", "glu"),
-    "kernels.matmul.ops.grouped_matmul": ("GroupedMatmul", "grouped_matmul"),
-    "kernels.matmul.ops.matmul": ("Matmul", "matmul"),
-    "kernels.norms.op": ("LayerNorm", "RmsNorm", "layer_norm", "rms_norm"),
-    "kernels.paged_attention.context_parallel": (
+    "tilewright.kernels.experts.op": ("MoeMlp", "moe_mlp"),
+    "tilewright.kernels.flash_attention.context_parallel": ("context_parallel_attention",),
+    "tilewright.kernels.flash_attention.distributed.layout": ("unzigzag", "zigzag"),
+    "tilewright.kernels.flash_attention.op": ("FlashAttention", "flash_attention"),
+    "tilewright.kernels.linear_cross_entropy.kl": ("LinearKlDivergence", "linear_kl_divergence"),
+    "tilewright.kernels.linear_cross_entropy.op": ("LinearCrossEntropy", "linear_cross_entropy", "linear_log_probs"),
+    "tilewright.kernels.matmul.distributed.op": ("all_gather_matmul", "matmul_reduce_scatter"),
+    "tilewright.kernels.matmul.ops.gated_grouped_matmul": ("GatedGroupedMatmul", "gated_grouped_matmul"),
+    "tilewright.kernels.matmul.ops.glu": ("Glu", "glu"),
+    "tilewright.kernels.matmul.ops.grouped_matmul": ("GroupedMatmul", "grouped_matmul"),
+    "tilewright.kernels.matmul.ops.matmul": ("Matmul", "matmul"),
+    "tilewright.kernels.norms.op": ("LayerNorm", "RmsNorm", "layer_norm", "rms_norm"),
+    "tilewright.kernels.paged_attention.context_parallel": (
         "context_parallel_mla_decode",
         "context_parallel_page_attention",
         "context_parallel_update_pages",
     ),
-    "kernels.paged_attention.latent_rows": ("quantize_latents",),
-    "kernels.paged_attention.ops.chunked_prefill_paged_decode": (
+    "tilewright.kernels.paged_attention.latent_rows": ("quantize_latents",),
+    "tilewright.kernels.paged_attention.ops.chunked_prefill_paged_decode": (
         "ChunkedPrefillPagedDecode",
         "chunked_prefill_paged_decode",
     ),
-    "kernels.paged_attention.ops.decode_attention": ("DecodeAttention", "decode_attention"),
-    "kernels.paged_attention.ops.mla_decode": ("MlaDecode", "mla_decode"),
-    "kernels.paged_attention.ops.mla_ragged_page_attention": ("MlaRaggedPageAttention", "mla_ragged_page_attention"),
-    "kernels.paged_attention.ops.page_attention": ("PageAttention", "page_attention"),
-    "kernels.paged_attention.ops.ragged_decode_attention": ("RaggedDecodeAttention", "ragged_decode_attention"),
-    "kernels.paged_attention.ops.ragged_page_attention": ("RaggedPageAttention", "ragged_page_attention"),
-    "kernels.paged_attention.ops.rope_update_pages": ("RopeUpdatePages", "rope_update_pages"),
-    "kernels.paged_attention.ops.unified_attention": ("UnifiedAttention", "unified_attention"),
-    "kernels.paged_attention.ops.update_pages": ("UpdatePages", "update_pages"),
-    "kernels.paged_attention.shared_prefix": ("shared_prefix_page_attention",),
-    "kernels.permutation.ops.permute": ("Permute", "permute"),
-    "kernels.permutation.ops.unpermute": ("Unpermute", "unpermute"),
-    "kernels.rope.op": ("Rope", "rope"),
-    "kernels.rope.scaling": (
+    "tilewright.kernels.paged_attention.ops.decode_attention": ("DecodeAttention", "decode_attention"),
+    "tilewright.kernels.paged_attention.ops.mla_decode": ("MlaDecode", "mla_decode"),
+    "tilewright.kernels.paged_attention.ops.mla_ragged_page_attention": (
+        "MlaRaggedPageAttention",
+        "mla_ragged_page_attention",
+    ),
+    "tilewright.kernels.paged_attention.ops.page_attention": ("PageAttention", "page_attention"),
+    "tilewright.kernels.paged_attention.ops.ragged_decode_attention": (
+        "RaggedDecodeAttention",
+        "ragged_decode_attention",
+    ),
+    "tilewright.kernels.paged_attention.ops.ragged_page_attention": ("RaggedPageAttention", "ragged_page_attention"),
+    "tilewright.kernels.paged_attention.ops.rope_update_pages": ("RopeUpdatePages", "rope_update_pages"),
+    "tilewright.kernels.paged_attention.ops.unified_attention": ("UnifiedAttention", "unified_attention"),
+    "tilewright.kernels.paged_attention.ops.update_pages": ("UpdatePages", "update_pages"),
+    "tilewright.kernels.paged_attention.shared_prefix": ("shared_prefix_page_attention",),
+    "tilewright.kernels.permutation.ops.permute": ("Permute", "permute"),
+    "tilewright.kernels.permutation.ops.unpermute": ("Unpermute", "unpermute"),
+    "tilewright.kernels.rope.op": ("Rope", "rope"),
+    "tilewright.kernels.rope.scaling": (
         "LinearScaling",
         "Llama3Scaling",
         "LongRopeScaling",
@@ -52,16 +58,16 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "RopeScaling",
         "YarnScaling",
     ),
-    "kernels.router.losses": ("load_balancing_loss", "router_z_loss"),
-    "kernels.router.op": ("TopKRouter", "top_k_router"),
-    "kernels.sampling.ops.linear_sample": ("LinearSample", "linear_sample"),
-    "kernels.sampling.ops.sample": ("Sample", "sample"),
-    "modules.attention": ("dot_product_attention",),
-    "modules.serving": ("flash_mla",),
+    "tilewright.kernels.router.losses": ("load_balancing_loss", "router_z_loss"),
+    "tilewright.kernels.router.op": ("TopKRouter", "top_k_router"),
+    "tilewright.kernels.sampling.ops.linear_sample": ("LinearSample", "linear_sample"),
+    "tilewright.kernels.sampling.ops.sample": ("Sample", "sample"),
+    "tilewright.modules.attention": ("dot_product_attention",),
+    "tilewright.modules.serving": ("flash_mla",),
 }
-"""The names in each module, below ``tilewright``."""
+"""The names in each module."""
 
-_HOMES = {name: f"tilewright.{module}" for module, names in _NAMES.items() for name in names}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOMES, "base"])
 
