@@ -4,8 +4,8 @@
 Without limits ``best_tokens`` finds the best token of each group of GROUP tokens, and ``best_of_rows`` the best group.
 With limits the first pass finds the largest logit of each group alone; ``chosen_groups`` infers from these a logit that
 the threshold of the row is not below, and lists the groups that have one as large; ``limited_draw`` reads these again,
-lists their tokens that are not below it either, searches the threshold by two bits at a time, and draws. Of a peaked
-distribution few tokens are listed; if more are than LISTED, the draw goes through all chosen groups.
+lists their tokens that are not below it either, searches the threshold among them by four bits at a time, and draws. Of
+a peaked distribution few tokens are listed; if more are than LISTED, the draw goes through all chosen groups.
 
   groups   of a row, GROUPS; the last one may reach beyond VOCAB
   top      [rows, GROUPS], the order (``groups.ordered``) of the largest logit of a group
@@ -247,7 +247,6 @@ def chosen_groups(
     order = tl.load(top + at, mask=inside, other=0)
     highest = tl.max(order, 0)
     slope, is_greedy = slope_of(temperature, row, HAS_TEMPERATURE)
-    weight = weight_of(order, highest, slope)
     least, has_k = tl.full((), 0, tl.uint32), highest == 0
     if HAS_K:
         k = tl.load(top_k + row)
@@ -266,7 +265,7 @@ def chosen_groups(
     least = tl.minimum(least, highest)
     is_chosen = (order >= least) & (order > EMPTY)
     if HAS_MIN_P:
-        is_ruled_out = weight < tl.minimum(tl.load(min_p + row), 1.0)
+        is_ruled_out = weight_of(order, highest, slope) < tl.minimum(tl.load(min_p + row), 1.0)
         if HAS_K and HAS_P:
             # These groups, too, have tokens that top_k keeps, and top_p is a share of the mass of them all.
             is_ruled_out = is_ruled_out & ((has_k & (p < 1.0)) == 0)
@@ -306,6 +305,15 @@ def _threshold(
             one, two, three = one + parts[0], two + parts[1], three + parts[2]
         found |= _next_digit(one, two, three, goal, shift)
     return found
+
+
+@triton.jit
+def _is_kept(order, lower, smallest, top, slope, HAS_MIN_P: tl.constexpr):
+    """True for logits above a threshold that ``min_p`` does not rule out."""
+    is_kept = (order > lower) & (order > EMPTY)
+    if HAS_MIN_P:
+        is_kept = is_kept & ((weight_of(order, top, slope) < smallest) == 0)
+    return is_kept
 
 
 @triton.jit
@@ -369,9 +377,7 @@ def _draw_from_list(
             share = tl.maximum(p, 0.0) * tl.sum(tl.where(order >= least, units, 0), 0).to(tl.float32)
         # The largest logit is kept whatever the goal is.
         least = tl.minimum(_largest_reaching(orders, listed_number, share, top, slope, False), top)
-    is_kept = (order >= least) & (order > EMPTY)
-    if HAS_MIN_P:
-        is_kept = is_kept & ((weight_of(order, top, slope) < smallest) == 0)
+    is_kept = _is_kept(order, tl.maximum(least, 1) - 1, smallest, top, slope, HAS_MIN_P)
     row_of_tops = group_tops + row.to(tl.int64) * GROUPS
     drawn, logit = _best_of_list(order, token, is_kept, row_of_tops, first_word, second_word, top, slope, is_greedy)
     return drawn, logit, tl.sum(tl.where(is_kept, units, 0), 0)
@@ -379,13 +385,15 @@ def _draw_from_list(
 
 @triton.jit
 def _mass_above(
-    logits, chosen, row, count, least, top, slope, VOCAB: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
+    logits, chosen, row, count, lower, smallest, top, slope,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, HAS_MIN_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mass of the tokens of chosen groups that are above a threshold."""
+    """The mass of the tokens of chosen groups that are above a threshold and, with HAS_MIN_P, not ruled out by it."""
     sums = tl.zeros((BLOCK, GROUP), tl.int64)
     for first in range(0, count, BLOCK):
         order, _ = _chosen_tile(logits, chosen, row, first, count, VOCAB, GROUPS, BLOCK)
-        sums += tl.where(order > least, _units(order, top, slope), 0)
+        is_kept = _is_kept(order, lower, smallest, top, slope, HAS_MIN_P)
+        sums += tl.where(is_kept, _units(order, top, slope), 0)
     return tl.sum(_flat(sums), 0)
 
 
@@ -396,9 +404,7 @@ def _best_above(
 ):  # fmt: skip
     """``(score, token, order)`` of the best token above a threshold of each of BLOCK chosen groups, ``[BLOCK]``."""
     order, places = _chosen_tile(logits, chosen, row, first, count, VOCAB, GROUPS, BLOCK)
-    is_kept = (order > lower) & (order > EMPTY)
-    if HAS_MIN_P:
-        is_kept = is_kept & ((weight_of(order, top, slope) < smallest) == 0)
+    is_kept = _is_kept(order, lower, smallest, top, slope, HAS_MIN_P)
     x = tl.where(is_kept, value_of(order), float("-inf"))
     noise = token_noise(places, first_word, second_word)
     tops, scores, drawn, logit = best_of_groups(x, places, noise, slope, is_greedy)
@@ -428,7 +434,9 @@ def _draw_from_groups(
         lower = tl.maximum(least, 1) - 1
     if HAS_P and has_p:
         if has_k:
-            kept_by_k = _mass_above(logits, chosen, row, number, lower, top, slope, VOCAB, GROUPS, BLOCK)
+            kept_by_k = _mass_above(
+                logits, chosen, row, number, lower, smallest, top, slope, VOCAB, GROUPS, False, BLOCK
+            )
             share = tl.maximum(p, 0.0) * kept_by_k.to(tl.float32)
         if LOG_PROBS:
             found = _threshold(order, share, logits, chosen, row, number, top, slope, VOCAB, GROUPS, BLOCK, False)
@@ -438,14 +446,7 @@ def _draw_from_groups(
     else:
         upper = lower + 1
     if LOG_PROBS:
-        least = lower
-        if HAS_MIN_P:
-            for first in range(0, number, BLOCK):
-                more, _ = _chosen_tile(logits, chosen, row, first, number, VOCAB, GROUPS, BLOCK)
-                is_kept = (more > lower) & ((weight_of(more, top, slope) < smallest) == 0)
-                total += tl.sum(_flat(tl.where(is_kept, _units(more, top, slope), 0)), 0)
-        else:
-            total = _mass_above(logits, chosen, row, number, least, top, slope, VOCAB, GROUPS, BLOCK)
+        total = _mass_above(logits, chosen, row, number, lower, smallest, top, slope, VOCAB, GROUPS, HAS_MIN_P, BLOCK)
     for first in range(0, number, BLOCK):
         score, drawn, its_order = _best_above(
             logits, chosen, row, first, number, lower, smallest, first_word, second_word, top, slope, is_greedy,
@@ -467,7 +468,9 @@ def _draw_from_groups(
         best = tl.min(tl.where(score == tl.max(score, 0), place, FAR), 0)
         its_order = tl.max(tl.where(place == best, orders_of_best, 0), 0)
         if (its_order > lower) & (its_order < upper):
-            above = _mass_above(logits, chosen, row, number, its_order, top, slope, VOCAB, GROUPS, BLOCK)
+            above = _mass_above(
+                logits, chosen, row, number, its_order, smallest, top, slope, VOCAB, GROUPS, False, BLOCK
+            )
             is_kept = above.to(tl.float32) < share
             upper = tl.where(is_kept, its_order, upper)
             lower = tl.where(is_kept, lower, its_order)
