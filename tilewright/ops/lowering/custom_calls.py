@@ -28,7 +28,12 @@ def register(targets: Iterable[str]) -> None:
 
 def can_be_kept(targets: Iterable[str]) -> bool:
     """True if a module with these custom calls, made now, is what any other process would make."""
-    return _TARGETS.keys() >= set(targets) and not (TRITON in targets and triton_settings())
+    return _TARGETS.keys() >= set(targets) and not are_made_otherwise(targets)
+
+
+def are_made_otherwise(targets: Iterable[str]) -> bool:
+    """True if this process makes such custom calls otherwise than one without settings of Triton."""
+    return TRITON in targets and bool(triton_settings())
 
 
 def _register_mosaic_gpu() -> None:

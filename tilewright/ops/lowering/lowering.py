@@ -28,7 +28,6 @@ from tilewright.ops.lowering.surroundings import (
     without_label,
 )
 from tilewright.ops.utils.memory import LruCache
-from tilewright.ops.utils.triton_settings import triton_settings
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +186,7 @@ def _from_disk(
         return None
     try:
         targets = file.about["targets"]
-        if custom_calls.TRITON in targets and triton_settings():
+        if custom_calls.are_made_otherwise(targets):
             return None
         custom_calls.register(targets)
         module = mlir_modules.parsed(ctx, file.content)
