@@ -1,0 +1,1 @@
+"""What the kernels for TPUs share: the devices they are for, and their launch."""
