@@ -37,7 +37,7 @@ def interpret_tpu(
     # The interpreter's callbacks are effects, which the declared results of a call do not have: a call is traced with
     # its kernel here.
     with (
-        mock.patch.object(Portfolio, "types_cfg", lambda kernel, **_: None),
+        mock.patch.object(Portfolio, "types_cfg", return_value=None),
         traced_as(name),
         pltpu.force_tpu_interpret_mode(params),
     ):
