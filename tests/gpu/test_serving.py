@@ -191,7 +191,7 @@ def test_it_is_what_runs_and_tuning_believes_it() -> None:
     positional, keywords = PageCase("", **BATCH, **REAL).arguments()
     chain = ConfigSelectorChain()
     executor = Executor(chain)
-    assert executor.choose_config(PageAttention(), *positional, **keywords).platform == "triton"
+    assert executor.choose_config(PageAttention(), *positional, **keywords).backend == "triton"
     run = lambda *x: executor(PageAttention(), *x, **keywords)
     result = tilewright.tune(run, *positional, tuner=Tuner(1, 2), chooser=chain, budget_s=60.0)
     (call,) = result

@@ -1,1 +1,1 @@
-"""What the kernels for TPUs share: the devices they are for, and their launch."""
+"""The devices that the kernels for TPUs are for, and the launch of these kernels."""

@@ -29,29 +29,28 @@ O        PV: the left 256 columns, the right 256             2 × [64, 256] f32 
                                                                                   of ``left`` and of ``right``
 =======  ==================================================  ===================  =====================================
 
-One item of T steps; time runs to the right, and what stands below each other overlaps. L, R and r are the parts of C::
+An item of T steps behind another; time runs to the right, and what stands below each other overlaps. L, R and r are
+the parts of C, and what has a prime is of the next item::
 
-    producer       R0 r0 L0  Q  R1 r1 L1       R2 r2 L2         ...                              R0' r0' L0'  Q' ...
-    first, MMA            S0        S1 P0·L0         S2 P1·L1   ...   P(T-1)·L(T-1)
-    first, ALU               P0           P1 · αO          P2   ...                  O / l, lse -> store
-    second, MMA                   P0·R0            P1·R1        ...   P(T-1)·R(T-1)
-    second, ALU                           αO               αO   ...                  O / l -> store
+    producer       R0 r0 L0  Q  R1 r1 L1   ...   R0' r0' L0'         Q'                   R1' r1' L1' ...
+    first, MMA            S0        S1 P0·L0  ...  S(T-1) P(T-2)·L(T-2)   S0' P(T-1)·L(T-1)      S1' P0'·L0'
+    first, ALU               P0           P1 · αO  ...           P(T-1) · αO           P0' · O / l -> store
+    second, MMA                   P0·R0       P1·R1  ...                P(T-1)·R(T-1)         P0'·R0'
+    second, ALU                           αO     ...                                 O / l -> store
 
-S of step i and the left PV of step i−1 are issued together (Shah et al., "FlashAttention-3", 2024, section 3.2), so
-that the softmax of step i runs beside MMAs of both consumers. The first latents of the next item are loaded while this
-one ends, and its Q when the last S is complete.
+S of a step and the left PV of the one before are issued together (Shah et al., "FlashAttention-3", 2024, section 3.2),
+so that the softmax of a step runs beside MMAs of both consumers; also where the step before is the last one of another
+item. The first latents of the next item are loaded while this one ends, and its Q when the last S is complete.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
@@ -68,22 +67,28 @@ from tilewright.kernels.hopper.softmax import (
     split_scale,
 )
 from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, row_layout, tile_layout
-from tilewright.kernels.hopper.types import Condition, Ref, Scalar
+from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.paged_attention.hopper.latent_context import (
+    LEFT,
+    REST,
+    RIGHT,
+    LatentContext,
+    LatentKernel,
+    LatentOperands,
+    LatentResults,
+    for_each_item,
+)
 from tilewright.kernels.paged_attention.hopper.latent_work import (
     BLOCK_K,
     CONSUMERS,
     HALF,
-    LATENT_DIM,
     NORMALISER,
     VALUE_DIM,
     LatentCall,
     LatentPlan,
     LatentRanges,
     LatentScratch,
-    LatentWork,
-    part_of_item,
     sequences_of_range,
-    work_of_item,
 )
 
 STEP_BITS = 24
@@ -95,122 +100,14 @@ CHUNK = 64
 FIRST, SECOND, PRODUCER = range(WARPGROUPS := CONSUMERS + 1)
 """The warpgroups: scores, softmax and the left half of O; the right half; loads."""
 
-LEFT, RIGHT, REST = pl.ds(0, HALF), pl.ds(HALF, HALF), pl.ds(VALUE_DIM, LATENT_DIM - VALUE_DIM)
-"""Columns of the parts of a latent, and of a query."""
-
-
-class LatentOperands[Operand](NamedTuple):
-    """Operands of `latent_kernel`, as arrays or references."""
-
-    query: Operand
-    pages: Operand
-    page_table: Operand
-    lengths: Operand
-    sinks: Operand | None
-    ranges: LatentRanges[Operand]
-
-
-class LatentResults[Result](NamedTuple):
-    """Results of `latent_kernel`.
-
-    Attributes:
-      whole: of rows, undefined for sequences that are cut.
-      parts: of the cut sequences' items, for `latent_combine`; None if there is only one range.
-    """
-
-    whole: AttentionResults[Result]
-    parts: AttentionResults[Result] | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LatentKernel:
-    """The references of a warpgroup, for all items of its CTA."""
-
-    call: LatentCall
-    dtype: DTypeLike
-    operands: LatentOperands[Ref]
-    results: LatentResults[Ref]
-    scratch: LatentScratch[Ring, Ref]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LatentContext(LatentKernel):
-    """Everything that a warpgroup role needs of an item: the rings count its steps, and its Q, from 0.
-
-    Attributes:
-      my_rows: rows of the sequence that this CTA has.
-      zero: a 0 that is not a constant: JAX 0.12 refuses a slice that it can see to exceed an array.
-    """
-
-    work: LatentWork
-    my_rows: pl.Slice
-    zero: jax.Array
-
-    @classmethod
-    def of_item(cls, kernel: LatentKernel, work: LatentWork, number: Scalar, first: Scalar) -> Self:
-        """The context of item ``number`` of this CTA, whose step 0 is step ``first`` of the rings of latents."""
-        scratch = kernel.scratch
-        return cls(
-            call=kernel.call,
-            dtype=kernel.dtype,
-            operands=kernel.operands,
-            results=kernel.results,
-            scratch=scratch._replace(
-                q_left=scratch.q_left.after(number),
-                q_right=scratch.q_right.after(number),
-                q_rest=scratch.q_rest.after(number),
-                left=scratch.left.after(first),
-                right=scratch.right.after(first),
-                rest=scratch.rest.after(first),
-            ),
-            work=work,
-            my_rows=pl.ds(work.row_tile * ROWS, ROWS),
-            zero=lax.axis_index("warpgroup") * 0,
-        )
-
-    def part(self) -> jax.Array:
-        """Index of the partial results, −1 without; read at the end of an item, as a register would be spilled."""
-        return part_of_item(self.call, self.operands.ranges, self.operands.lengths, self.work.sequence)
-
-    def page_of(self, step: Scalar) -> jax.Array:
-        """Entry of the page table for a step; after the last step, that of the last one."""
-        block = self.work.first + lax.min(step, self.work.total - 1)
-        column = lax.min(lax.div(block, jnp.int32(self.call.blocks_per_page)), jnp.int32(self.call.columns - 1))
-        return self.operands.page_table[self.work.sequence * self.call.columns + column]
-
-    def row_of(self, step: Scalar) -> jax.Array:
-        """First row of a step in its page."""
-        return lax.rem(self.work.first + step, jnp.int32(self.call.blocks_per_page)) * BLOCK_K
-
-    def exists(self, page: Scalar) -> Condition:
-        """True where an entry of the page table is a page; others are masked."""
-        return (page >= 0) & (page < self.call.num_pages)
-
-    def visible_end(self, step: Scalar, page: Scalar) -> jax.Array:
-        """One past the last key of a step that some row sees, counted from its first key."""
-        return jnp.where(self.exists(page), self.work.visible_end - (self.work.first + step) * BLOCK_K, 0)
-
-
-def for_each_item(kernel: LatentKernel, role: Callable[[LatentContext], None]) -> Scalar:
-    """Calls the role of a warpgroup for each item of this CTA; returns the steps of all."""
-    call, ranges, lengths = kernel.call, kernel.operands.ranges, kernel.operands.lengths
-    sequence, count = sequences_of_range(call, ranges)
-
-    def one(number: Scalar, first: Scalar) -> Scalar:
-        work = work_of_item(call, ranges, lengths, sequence + number)
-        role(LatentContext.of_item(kernel, work, number, first))
-        return first + work.total
-
-    return lax.fori_loop(0, count, one, jnp.int32(0))
-
-
 # The producer.
 
 
 def run_producer(kernel: LatentKernel) -> None:
     """Loads Q and latents of all items of this CTA."""
     plgpu.set_max_registers(NARROW_REGISTERS.producer, action="decrease")
-    steps = for_each_item(kernel, produce_item)
+    _, count = sequences_of_range(kernel.call, kernel.operands.ranges)
+    steps, _ = for_each_item(kernel, count, lambda ctx, _: produce_item(ctx), None)
     if kernel.call.cluster > 1:
         for ring in (kernel.scratch.right, kernel.scratch.rest, kernel.scratch.left):
             ring.drain(steps)
@@ -265,35 +162,167 @@ def prefetch_latents(ctx: LatentContext, step: Scalar) -> None:
 
 def run_first_consumer(kernel: LatentKernel) -> None:
     """Computes the softmax, the left half of out, and lse."""
-    run_consumer(kernel, attend_left)
+    plgpu.set_max_registers(NARROW_REGISTERS.consumer, action="increase")
+    sequence, count = sequences_of_range(kernel.call, kernel.operands.ranges)
+
+    def attend(acc: Ref) -> None:
+        statistics = first_step(LatentContext.of_item(kernel, sequence, jnp.int32(0), jnp.int32(0)))
+        steps, statistics = for_each_item(kernel, count - 1, functools.partial(attend_left, acc), statistics)
+        attend_left_last(acc, LatentContext.of_item(kernel, sequence + count - 1, count - 1, steps), statistics)
+
+    pl.when(count > 0)(lambda: pl.run_scoped(attend, plgpu.ACC((ROWS, HALF), jnp.float32)))
 
 
-def attend_left(ctx: LatentContext, acc: Ref) -> None:
-    """All steps of the first consumer in an item; ``acc`` is the left half of O."""
-    scratch, work = ctx.scratch, ctx.work
-    page = ctx.page_of(ctx.zero)
-    carry = (*first_step(ctx, page), ctx.page_of(ctx.zero + 1))
-    m, row_sum, _ = lax.fori_loop(1, work.total, functools.partial(left_step, ctx, acc), carry)
-    last = work.total - 1
-    # S of the last step, which was the last to read them, is complete.
-    for ring in (scratch.q_left, scratch.q_right, scratch.q_rest):
-        ring.release(0)
+class Statistics(NamedTuple):
+    """The running max and the sum of the rows of P, as `online_softmax` has them."""
+
+    m: jax.Array
+    row_sum: jax.Array
+
+
+def first_step(ctx: LatentContext) -> Statistics:
+    """S and softmax of the first step of the CTA, with no PV in flight."""
+    scratch, zero = ctx.scratch, ctx.zero
+    page = ctx.page_of(zero)
+
+    def scores_alone(scores: Ref) -> jax.Array:
+        wait_for_queries(ctx, zero)
+        issue_scores(ctx, scores, zero)
+        return scores[...]
+
+    scores = pl.run_scoped(scores_alone, plgpu.ACC((ROWS, BLOCK_K), jnp.float32))
+    # S has read it as K; the second consumer still reads it as V.
+    scratch.right.release(zero)
+    pl.when(ctx.work.total == 1)(lambda: release_queries(ctx, zero))
+    tile = softmax_tile(ctx, scores, zero, page, *initial_statistics())
+    store_p_to_smem(ctx, zero, tile)
+    clear_masked_values(ctx, scratch.left, zero, page)
+    return Statistics(tile.m, tile.row_sum)
+
+
+def attend_left(acc: Ref, ctx: LatentContext, statistics: Statistics) -> Statistics:
+    """All steps of the first consumer in an item but the first one, and the first one of the next item.
+
+    So that is a step like all others, beside the last PV of this item. That saves a part of a step for each item; and
+    where the body of the loop over items had wgmmas of its own, ptxas kept the descriptors of all in registers of
+    threads (docs/notes/serving_attention.md).
+
+    Args:
+      acc: the left half of O.
+    """
+    total = ctx.work.total
+    found = left_steps(ctx, ctx.with_first_of_next(), total + 1, acc, statistics)
+    store_half(ctx, acc[...], total - 1, LEFT, ctx.scratch.left)
+    acc[...] = jnp.zeros_like(acc)
+    return found
+
+
+def attend_left_last(acc: Ref, ctx: LatentContext, statistics: Statistics) -> None:
+    """All steps of the first consumer in the last item of its CTA but the first one."""
+    scratch, last = ctx.scratch, ctx.work.total - 1
+    statistics = left_steps(ctx, lambda _: ctx, ctx.work.total, acc, statistics)
     plgpu.wgmma(acc, p_tile(ctx, last), scratch.left.get_mma_tile(last))
-    scale, lse = normalised(ctx, m, row_sum)
-    # Stored before the wait for the last PV, so that the second consumer has it in time. Threads write and read it: the
-    # barrier orders them, and no async-proxy fence is needed. That of the next item is in the other slot, or later than
-    # the second consumer's release of this one.
+    hand_normaliser(ctx, last, statistics)
+    out = acc[...]
+    scratch.rest.release(last)
+    store_half(ctx, out, last, LEFT, scratch.left)
+
+
+def left_steps(
+    own: LatentContext,
+    context: Callable[[Scalar], LatentContext],
+    end: Scalar,
+    acc: Ref,
+    statistics: Statistics,
+) -> Statistics:
+    """Steps of the first consumer from 1 on; ``context`` gives that of a step."""
+
+    def one_step(step: Scalar, carry: tuple[Statistics, Scalar]) -> tuple[Statistics, Scalar]:
+        statistics, page = carry
+        ctx = context(step)
+        next_page = context(step + 1).page_of(step + 1)
+        return left_step(own, ctx, acc, step, page, statistics), next_page
+
+    one = own.zero + 1
+    found: Statistics
+    found, _ = lax.fori_loop(1, end, one_step, (statistics, context(one).page_of(one)))
+    return found
+
+
+def left_step(
+    own: LatentContext, ctx: LatentContext, acc: Ref, step: Scalar, page: Scalar, statistics: Statistics
+) -> Statistics:
+    """S and softmax of a step, beside the left PV of the one before.
+
+    Args:
+      own: the context of the item of the step before.
+      ctx: that of the step's item, which may be the next one.
+      page: the step's entry of the page table.
+      statistics: of the item of the step before.
+    """
+    left, right, rest = ctx.scratch.left, ctx.scratch.right, ctx.scratch.rest
+    begins = step == own.work.total
+    item = jnp.asarray(begins, jnp.int32)
+
+    def begun(statistics: Statistics) -> Statistics:
+        hand_normaliser(own, step - 1, statistics)
+        wait_for_queries(ctx, item)
+        return Statistics(*initial_statistics())
+
+    statistics = lax.cond(begins, begun, lambda statistics: statistics, statistics)
+
+    def scores_beside_pv(scores: Ref) -> Statistics:
+        issue_scores(ctx, scores, step)
+        # P from shared memory, although this consumer had it in registers: as an operand in registers that is also
+        # stored it made ptxas serialise the wgmmas (C7513, docs/notes/serving_attention.md).
+        plgpu.wgmma(acc, p_tile(ctx, step - 1), left.get_mma_tile(step - 1))
+        # wait_n=1: S is complete, PV may still run.
+        s = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+        right.release(step)
+        pl.when(step == ctx.work.total - 1)(lambda: release_queries(ctx, item))
+        tile = softmax_tile(ctx, s, step, page, *statistics)
+        # Before the wait for this consumer's PV: the second one's PV may begin, and runs beside it.
+        store_p_to_smem(ctx, step, tile)
+        plgpu.wgmma_wait(0)
+        # This consumer's PV has read P of the step before, which lay in this stage; the second one releases it for
+        # itself.
+        rest.release(step - 1)
+        # O of an item that is complete leaves through this stage.
+        pl.when(~begins)(lambda: left.release(step - 1))
+        clear_masked_values(ctx, left, step, page)
+        alpha = lax.cond(begins, jnp.ones_like, lambda alpha: alpha, tile.alpha)
+        acc[...] = acc[...] * across(alpha, HALF)
+        return Statistics(tile.m, tile.row_sum)
+
+    return pl.run_scoped(scores_beside_pv, plgpu.ACC((ROWS, BLOCK_K), jnp.float32))
+
+
+def wait_for_queries(ctx: LatentContext, item: Scalar) -> None:
+    """Waits for Q of the item, 0, or of the next one, 1."""
+    for ring in (ctx.scratch.q_left, ctx.scratch.q_right, ctx.scratch.q_rest):
+        ring.load_from_shared(item)
+
+
+def release_queries(ctx: LatentContext, item: Scalar) -> None:
+    """Releases Q of the item, 0, or of the next one, 1: the last S with it is complete."""
+    for ring in (ctx.scratch.q_left, ctx.scratch.q_right, ctx.scratch.q_rest):
+        ring.release(item)
+
+
+def hand_normaliser(ctx: LatentContext, last: Scalar, statistics: Statistics) -> None:
+    """Stores lse of an item, and for both consumers the factor that normalises O."""
+    scratch = ctx.scratch
+    scale, lse = normalised(ctx, *statistics)
+    # Threads write and read it: the barrier orders them, and no async-proxy fence is needed. That of the next item is
+    # in the other slot, or later than the second consumer's release of this one.
     slot = scratch.left.slot(last)
     scratch.scales[NORMALISER + slot, :] = scale
     plgpu.barrier_arrive(scratch.finished.at[slot])
-    out = acc[...] * across(scale, HALF)
-    scratch.rest.release(last)
 
     def store(results: AttentionResults[Ref], index: Scalar) -> None:
         results.lse.at[index, ctx.my_rows][...] = lse
 
     by_kind(ctx, store)
-    store_half(ctx, out, LEFT, scratch.left)
 
 
 def normalised(ctx: LatentContext, m: jax.Array, row_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -308,57 +337,6 @@ def normalised(ctx: LatentContext, m: jax.Array, row_sum: jax.Array) -> tuple[ja
     factor = jnp.exp2(m - shift)
     total = row_sum * factor + jnp.exp2(sinks - shift)
     return factor * normaliser(total), row_lse(maximum, total)
-
-
-def first_step(ctx: LatentContext, page: Scalar) -> tuple[jax.Array, jax.Array]:
-    """S and softmax of step 0, with no PV in flight; returns m and l."""
-    scratch, zero = ctx.scratch, ctx.zero
-
-    def scores_alone(scores: Ref) -> jax.Array:
-        for ring in (scratch.q_left, scratch.q_right, scratch.q_rest):
-            ring.load_from_shared(0)
-        issue_scores(ctx, scores, zero)
-        return scores[...]
-
-    scores = pl.run_scoped(scores_alone, plgpu.ACC((ROWS, BLOCK_K), jnp.float32))
-    statistics = initial_statistics()
-    # S has read it as K; the second consumer still reads it as V.
-    scratch.right.release(zero)
-    tile = softmax_tile(ctx, scores, zero, page, *statistics)
-    store_p_to_smem(ctx, zero, tile)
-    clear_masked_values(ctx, scratch.left, zero, page)
-    return tile.m, tile.row_sum
-
-
-def left_step(
-    ctx: LatentContext, acc: Ref, step: Scalar, carry: tuple[jax.Array, jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """S and softmax of a step, beside the left PV of the one before; the carry is m, l and the step's page."""
-    m, row_sum, page = carry
-    left, right, rest = ctx.scratch.left, ctx.scratch.right, ctx.scratch.rest
-    next_page = ctx.page_of(step + 1)
-
-    def scores_beside_pv(scores: Ref) -> tuple[jax.Array, jax.Array, jax.Array]:
-        issue_scores(ctx, scores, step)
-        # P from shared memory, although this consumer had it in registers: as an operand in registers that is also
-        # stored it made ptxas serialise the wgmmas (C7513, docs/notes/serving_attention.md).
-        plgpu.wgmma(acc, p_tile(ctx, step - 1), left.get_mma_tile(step - 1))
-        # wait_n=1: S is complete, PV may still run.
-        s = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-        right.release(step)
-        tile = softmax_tile(ctx, s, step, page, m, row_sum)
-        # Before the wait for this consumer's PV: the second one's PV may begin, and runs beside it.
-        store_p_to_smem(ctx, step, tile)
-        plgpu.wgmma_wait(0)
-        # This consumer's PV has read P of the step before, which lay in this stage; the second one releases it for
-        # itself.
-        rest.release(step - 1)
-        left.release(step - 1)
-        clear_masked_values(ctx, left, step, page)
-        acc[...] = acc[...] * across(tile.alpha, HALF)
-        return tile.m, tile.row_sum, next_page
-
-    return pl.run_scoped(scores_beside_pv, plgpu.ACC((ROWS, BLOCK_K), jnp.float32))
 
 
 def issue_scores(ctx: LatentContext, scores: Ref, step: Scalar) -> None:
@@ -434,14 +412,22 @@ def store_p_to_smem(ctx: LatentContext, step: Scalar, tile: SoftmaxTile) -> None
 
 def run_second_consumer(kernel: LatentKernel) -> None:
     """Computes the right half of out."""
-    run_consumer(kernel, attend_right)
+    plgpu.set_max_registers(NARROW_REGISTERS.consumer, action="increase")
+
+    def attend(ctx: LatentContext, _: None) -> None:
+        pl.run_scoped(functools.partial(attend_right, ctx), plgpu.ACC((ROWS, HALF), jnp.float32))
+
+    _, count = sequences_of_range(kernel.call, kernel.operands.ranges)
+    for_each_item(kernel, count, attend, None)
 
 
 def attend_right(ctx: LatentContext, acc: Ref) -> None:
     """All steps of the second consumer in an item; ``acc`` is the right half of O."""
     scratch, right, rest = ctx.scratch, ctx.scratch.right, ctx.scratch.rest
+    last = ctx.work.total - 1
 
-    def add_pv(step: Scalar, page: Scalar) -> None:
+    def one_step(step: Scalar, page: Scalar) -> jax.Array:
+        next_page = ctx.page_of(step + 1)
         for ring in (right, rest):
             ring.load_from_shared(step)
         # P and alpha are ready, and S of the step is complete: only now may rows of V be cleared, which S has read as
@@ -454,33 +440,15 @@ def attend_right(ctx: LatentContext, acc: Ref) -> None:
         # This consumer has no other work to overlap with its MMA, which overlaps with the first consumer's work.
         plgpu.wgmma_wait(0)
         rest.release(step)
-
-    def one_step(step: Scalar, page: Scalar) -> jax.Array:
-        next_page = ctx.page_of(step + 1)
-        add_pv(step, page)
-        right.release(step)
+        pl.when(step < last)(lambda: right.release(step))
         return next_page
 
-    last = ctx.work.total - 1
-    page = lax.fori_loop(0, last, one_step, ctx.page_of(ctx.zero))
-    add_pv(last, page)
-    slot = right.slot(last)
-    plgpu.barrier_wait(scratch.finished.at[slot])
-    scale = plgpu.load(scratch.scales.at[NORMALISER + slot], layout=row_layout())
-    store_half(ctx, acc[...] * across(scale, HALF), RIGHT, right)
+    lax.fori_loop(0, ctx.work.total, one_step, ctx.page_of(ctx.zero))
+    plgpu.barrier_wait(scratch.finished.at[right.slot(last)])
+    store_half(ctx, acc[...], last, RIGHT, right)
 
 
 # Both consumers.
-
-
-def run_consumer(kernel: LatentKernel, attend: Callable[[LatentContext, Ref], None]) -> None:
-    """Calls ``attend(ctx, acc)`` for each item of this CTA."""
-    plgpu.set_max_registers(NARROW_REGISTERS.consumer, action="increase")
-
-    def consume_item(ctx: LatentContext) -> None:
-        pl.run_scoped(functools.partial(attend, ctx), plgpu.ACC((ROWS, HALF), jnp.float32))
-
-    for_each_item(kernel, consume_item)
 
 
 def by_kind(ctx: LatentContext, store: Callable[[AttentionResults[Ref], Scalar], None]) -> None:
@@ -512,14 +480,16 @@ def clear_masked_values(ctx: LatentContext, ring: Ring, step: Scalar, page: Scal
         plgpu.commit_smem()
 
 
-def store_half(ctx: LatentContext, out: jax.Array, columns: pl.Slice, ring: Ring) -> None:
+def store_half(ctx: LatentContext, out: jax.Array, last: Scalar, columns: pl.Slice, ring: Ring) -> None:
     """Stores 256 columns of the output, and releases the last stage of a half of V.
 
     Args:
-      out: normalised, ``[64, 256]`` float32.
+      out: not yet normalised, ``[64, 256]`` float32.
+      last: the last step of the item.
       ring: of the half, whose last stage no MMA reads any more: the output waits there for its TMA store.
     """
-    last = ctx.work.total - 1
+    scale = plgpu.load(ctx.scratch.scales.at[NORMALISER + ring.slot(last)], layout=row_layout())
+    out = out * across(scale, HALF)
 
     def store(results: AttentionResults[Ref], index: Scalar) -> None:
         target = results.out.at[index, ctx.my_rows, columns]

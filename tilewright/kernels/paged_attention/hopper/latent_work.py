@@ -263,6 +263,7 @@ def _blocks(keys: jax.Array) -> jax.Array:
     return lax.div(keys + (BLOCK_K - 1), jnp.int32(BLOCK_K))
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LatentWork:
     """The work of one CTA in an item, as scalars on the device.
