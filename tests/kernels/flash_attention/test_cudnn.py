@@ -20,7 +20,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.kernels.conftest import A100, H100
+from tests.kernels.conftest import A100, B200, H100, RTX5090
 from tests.kernels.flash_attention.conformance import cotangents, inputs_of
 from tests.kernels.flash_attention.library import (
     BIAS,
@@ -77,8 +77,14 @@ def test_devices_and_directions():
     assert "compute capability 8.0 or up, got cpu" in reasons(device=Device("cpu", "cpu"))[0]
     assert "compute capability 8.0 or up" in reasons(device=Device("gpu", "Tesla T4", (7, 5), 40))[0]
     assert reasons(device=A100, head_dim=128) == []
-    for elsewhere in (A100, Device("gpu", "NVIDIA B200", (10, 0), 148)):
-        assert "up to 128 elements" in reasons(device=elsewhere, head_dim=136)[0]
+    assert "up to 128 elements" in reasons(device=A100, head_dim=136)[0]
+    for blackwell in (B200, RTX5090):
+        assert reasons(device=blackwell, head_dim=256) == reasons("backward", device=blackwell, head_dim=128) == []
+        assert "up to 256 elements" in reasons(device=blackwell, head_dim=264)[0]
+        assert "up to 128 elements" in reasons(device=blackwell, head_dim=136, q_length=1)[0]
+        assert "up to 128 elements" in reasons("backward", device=blackwell, head_dim=136)[0]
+    assert reasons(device=H100, head_dim=256, q_length=1) == reasons(kv_length=1) == []
+    assert "more than one key" in reasons("backward", kv_length=1)[0]
     # Only the gradient to lse takes columns.
     assert reasons("backward", head_dim=256) == reasons("forward", head_dim=256, return_lse=True) == []
     assert "3 of it for the gradient to lse" in reasons("backward", head_dim=256, return_lse=True)[0]
@@ -418,6 +424,7 @@ class TestCudnn(LibraryConformance):
         "causal": True, "bias": jnp.asarray(np.random.default_rng(0).standard_normal((4, 40, 40)), jnp.bfloat16)
     }  # fmt: skip
     served: ClassVar[list[dict[str, Any]]] = [
+        {"head_dim": 256},
         {"q_length": 1, "causal": True, "causal_alignment": "bottom_right"},
         {"causal": True, "sliding_window": 16},
         {"sliding_window": (16, 0), "query_seq_lengths": LENGTHS},

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
@@ -48,8 +49,18 @@ MIN_LOGIT = {np.dtype(jnp.bfloat16): -float(1 << 41), np.dtype(np.float16): -flo
 VECTOR = 8
 """Head dims are padded with zeros to a multiple of this."""
 
-WIDEST, WIDEST_HOPPER = 128, 256
-"""Maximum head dims of both directions, in general and on compute capability 9.x."""
+WIDEST = 128
+"""Maximum head dim, where nothing else is said."""
+
+WIDER: Mapping[tuple[int, Direction], int] = MappingProxyType(
+    {(9, "forward"): 256, (9, "backward"): 256, (10, "forward"): 256, (12, "forward"): 256}
+)
+"""Maximum head dims by the major number of the compute capability and the direction, of cuDNN 9.10.2 and later.
+
+From NVIDIA's support matrix and `sdpa_support_surface.h` of cudnn-frontend. On Blackwell that of the forward pass is of
+several queries; one has `WIDEST`. From cuDNN 9.23 on, 10.x has a backward pass of heads of 256 too, by an engine that
+the frontend in XLA must know, of which JAX does not tell the version.
+"""
 
 PART_SCALES = (1024.0, 1.0, 2.0**-10)
 """Scales of the columns that carry the gradient to lse, so that float16 can represent it: up to 6e7, down to 3e-11."""
@@ -128,6 +139,13 @@ def computed_dim(inputs: AttentionInputs, carries_d_lse: bool) -> int:
     return math.ceil(max(inputs.head_dim, values) / VECTOR) * VECTOR
 
 
+def widest_head(inputs: AttentionInputs, major: int, direction: Direction) -> int:
+    """The maximum head dim of a call on a compute capability with this major number."""
+    if major > 9 and inputs.q_length == 1:
+        return WIDEST
+    return WIDER.get((major, direction), WIDEST)
+
+
 class CudnnFlashAttention(Backend[AttentionInputs, Results, CudnnForwardParams, CudnnBackwardParams]):
     """Supports float16 and bfloat16 with causal masks, windows, lengths and a bias, from compute capability 8.0 on."""
 
@@ -149,10 +167,12 @@ class CudnnFlashAttention(Backend[AttentionInputs, Results, CudnnForwardParams, 
         if 0 in (*inputs.score_shape, inputs.head_dim, inputs.value_dim):
             return reasons
         carries_d_lse = direction == "backward" and inputs.return_lse
-        dim, widest = computed_dim(inputs, carries_d_lse), WIDEST_HOPPER if device.capability[0] == 9 else WIDEST
+        dim, widest = computed_dim(inputs, carries_d_lse), widest_head(inputs, device.capability[0], direction)
         if dim > widest:
             more = f", {len(PART_SCALES)} of it for the gradient to lse" if carries_d_lse else ""
             reasons.append(f"a head has up to {widest} elements on {device.name}, got {dim} after padding{more}")
+        if direction == "backward" and inputs.kv_length == 1:
+            reasons.append("its backward pass wants more than one key, a known limitation of cuDNN 9.18")
         mask = CudnnMask.of(inputs.mask, inputs.q_length, inputs.kv_length)
         return reasons + mask.reasons(inputs.q_length, inputs.kv_length) + _bias_reasons(inputs)
 
