@@ -20,6 +20,8 @@ from tilewright.ops.utils.known_devices import find_device
 
 H100 = find_device("NVIDIA H100 80GB HBM3").device
 A100 = find_device("NVIDIA A100-SXM4-80GB").device
+B200 = find_device("NVIDIA B200").device
+RTX5090 = find_device("NVIDIA GeForce RTX 5090").device
 
 
 def nvcc_marks(missing: list[str]) -> list[pytest.MarkDecorator]:

@@ -1,7 +1,7 @@
 """FlashAttention-4 as far as a CPU can prove it: declined, mapped, and run as its kernels would."""
 
 import contextlib
-import dataclasses
+import functools
 import importlib.metadata
 import sys
 from collections.abc import Iterator
@@ -11,7 +11,8 @@ from unittest import mock
 import jax
 import pytest
 
-from tests.kernels.conftest import A100, H100
+from tests.kernels.conftest import A100, B200, H100, RTX5090
+from tests.kernels.flash_attention.conformance import ConformanceCase, cotangents, judge, judge_gradients, oracles
 from tests.kernels.flash_attention.fa4_emulation import KERNELS
 from tests.kernels.flash_attention.library import (
     BIAS,
@@ -21,15 +22,20 @@ from tests.kernels.flash_attention.library import (
     LENGTHS,
     LibraryConformance,
     call_of,
+    case_of,
+    inputs_for,
 )
 from tests.kernels.flash_attention.library import FA4 as BACKEND
 from tilewright.errors import UnsupportedError
-from tilewright.kernels.flash_attention.fa4 import cute
-from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams, Fa4Mask, computed_dims
+from tilewright.kernels.flash_attention.cases import AttentionCase
+from tilewright.kernels.flash_attention.fa4 import backend, cute
+from tilewright.kernels.flash_attention.fa4.backend import architecture_of
+from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams, Fa4Mask
 from tilewright.kernels.masks import CausalMask, WindowMask
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import flash_attention
 from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.known_devices import find_device
 from tilewright.ops.utils.serialize import from_json, to_json
 
 FORWARD, BACKWARD = Fa4ForwardParams(), Fa4BackwardParams()
@@ -44,8 +50,13 @@ def installed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def emulated() -> Iterator[None]:
-    with installed(), mock.patch.object(cute, "kernels", return_value=KERNELS):
+def emulated(device: Device = H100) -> Iterator[None]:
+    """The packages count as installed, and run on a device that counts as there."""
+    with (
+        installed(),
+        mock.patch.object(cute, "kernels", lambda architecture: KERNELS[architecture.name]),
+        mock.patch.object(backend, "current_device", return_value=device),
+    ):
         yield
 
 
@@ -57,6 +68,7 @@ class TestFa4(LibraryConformance):
     cases = FA4_PAIRWISE
     exchanged = FA4_CASES
     served: ClassVar[list[dict[str, Any]]] = [
+        {"head_dim": 256},
         {"head_dim": 256, "return_lse": True},
         {"kv_length": 1000, "causal": True, "causal_alignment": "bottom_right"},
         {"sliding_window": (16, 3), "logits_soft_cap": 30.0},
@@ -69,13 +81,121 @@ class TestFa4(LibraryConformance):
     ]
 
 
+WIDE_CASES = {
+    "heads of 192": case_of(head_dim=192, value_dim=128, q_length=150, kv_length=130),
+    "heads of 192, padded": case_of(head_dim=136, value_dim=72, heads=2, causal=True, dtype="float16"),
+    "heads of 192, lengths": case_of(head_dim=192, value_dim=128, lengths=True, kv_length=300),
+}
+OF_256 = {
+    "full": case_of(head_dim=256, q_length=140, kv_length=200),
+    "causal": case_of(head_dim=256, causal=True, dtype="float16"),
+    "causal from the end": case_of(head_dim=256, heads=6, kv_length=90, causal=True, causal_alignment="bottom_right"),
+    "padded, lengths": case_of(head_dim=200, value_dim=24, lengths=True, kv_length=70),
+}
+"""Calls that data-center Blackwell computes as heads of 256 elements."""
+
+
+class TestFa4OnB200(TestFa4):
+    device = B200
+    machine = staticmethod(functools.partial(emulated, B200))
+    cases: ClassVar[list[ConformanceCase]] = [
+        *FA4_PAIRWISE,
+        *(ConformanceCase(each, False) for each in OF_256.values()),
+    ]
+    exchanged = FA4_CASES | WIDE_CASES
+    served: ClassVar[list[dict[str, Any]]] = [
+        *TestFa4.served[2:],
+        {"head_dim": 256, "causal": True},
+        {"head_dim": 192, "value_dim": 128, "logits_soft_cap": 30.0, "return_lse": True},
+        {"head_dim": 160, "value_dim": 160, "query_seq_lengths": LENGTHS},
+    ]
+
+    @pytest.mark.parametrize(
+        ("why", "options"),
+        [
+            ("has no soft cap in the backward pass of heads of 256", {"logits_soft_cap": 30.0}),
+            ("has no gradient to the log-sum-exp in the backward", {"return_lse": True}),
+            ("has no window in the backward pass", {"causal": True, "sliding_window": 9}),
+            ("has no window in the backward pass", {"causal": True, "kv_length": 60}),
+        ],
+    )
+    def test_the_backward_pass_of_256(self, why: str, options: dict[str, Any]):
+        for dims in ({"head_dim": 256}, {"head_dim": 20, "value_dim": 129}):
+            assert self.said("forward", **dims, **options) == []
+            assert [why in each for each in self.said("backward", **dims, **options)] == [True]
+
+
+class TestFa4OnRtx5090(TestFa4):
+    device = RTX5090
+    machine = staticmethod(functools.partial(emulated, RTX5090))
+    cases: ClassVar[list[ConformanceCase]] = [each for each in FA4_PAIRWISE if each.case.logits_soft_cap is None]
+    exchanged: ClassVar[dict[str, AttentionCase]] = {
+        name: each for name, each in FA4_CASES.items() if each.logits_soft_cap is None
+    }
+    served: ClassVar[list[dict[str, Any]]] = [
+        {"head_dim": 128, "return_lse": True},
+        {"kv_length": 1000, "causal": True, "causal_alignment": "bottom_right"},
+        {"sliding_window": (16, 3), "query_seq_lengths": LENGTHS},
+    ]
+    declined: ClassVar[list[tuple[str, dict[str, Any]]]] = [
+        *TestFa4.declined[:1],
+        ("up to 128 elements on compute capability 12.x, got head_dim=136", {"head_dim": 136}),
+    ]
+
+    def test_soft_caps(self):
+        assert self.said("forward", logits_soft_cap=30.0) == []
+        assert self.said("backward", logits_soft_cap=30.0) == [
+            "has no soft cap in the backward pass on compute capability 12.x"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("device", "case"),
+    [
+        (B200, case_of(head_dim=256, causal=True, sliding_window=9, logits_soft_cap=5.0)),
+        (B200, case_of(q_length=1, heads=32, kv_length=300)),
+        (B200, case_of(q_length=1, heads=12, kv_heads=4, head_dim=64, kv_length=300)),
+        (B200, case_of(q_length=300, heads=6, head_dim=128)),
+        (RTX5090, case_of(causal=True, logits_soft_cap=5.0, softmax_scale=0.7)),
+    ],
+)
+def test_every_forward_config(device: Device, case: AttentionCase):
+    """Where the backward pass serves less, and in every config that tuning can take: with what the classes assert."""
+    inputs = inputs_for(case)
+    d_out, d_lse = cotangents(inputs)
+    exact, low = oracles(inputs, d_out, d_lse)
+    with emulated(device):
+        candidates = BACKEND.candidates(inputs.structs, device, "forward")
+        for params in candidates:
+            results = jax.jit(lambda inputs, params=params: BACKEND.forward(inputs, params))(inputs)
+            judge(dict(zip(("out", "lse"), results, strict=True)), exact.results, low.results, case.tolerance_factor)
+    assert len(candidates) > 1
+
+
+@pytest.mark.parametrize("device", [B200, RTX5090], ids=lambda device: device.name)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)])
+def test_every_backward_config(device: Device, dims: tuple[int, int]):
+    if device is RTX5090 and dims[0] > 128:
+        pytest.skip("has no heads of 192 elements")
+    inputs = inputs_for(case_of(head_dim=dims[0], value_dim=dims[1], q_length=140, kv_length=150, causal=True))
+    with emulated(device):
+        candidates = BACKEND.candidates(inputs.structs, device, "backward")
+        judge_gradients(BACKEND, inputs, candidates, 2.0)
+    assert len(candidates) == (2 if (device, dims) in ((B200, (128, 128)), (RTX5090, (64, 64))) else 1)
+
+
 def reasons(direction: Direction = "forward", device: Device = H100, **kwargs: Any) -> list[str]:
     return BACKEND.not_supported_reasons(call_of(**kwargs), device, direction)
 
 
 def test_devices():
-    for device in (A100, Device("cpu", "cpu"), Device("gpu", "NVIDIA B200", (10, 0), 148)):
-        assert TestFa4.said(device=device)[0].startswith("needs a GPU of compute capability 9.x, got")
+    for device in (A100, Device("cpu", "cpu"), Device("gpu", "NVIDIA Next", (13, 0), 148)):
+        assert TestFa4.said(device=device)[0].startswith("needs a GPU of compute capability 9.x, 10.x, 11.x or 12.x, ")
+    for device in (H100, B200, find_device("NVIDIA B300 SXM6 AC").device, find_device("NVIDIA Thor").device):
+        assert TestFa4.said(device=device, head_dim=192) == []
+    for device in (RTX5090, find_device("NVIDIA GB10").device):
+        assert TestFa4.said(device=device) == []
+        assert "up to 128 elements" in TestFa4.said(device=device, head_dim=192)[0]
 
 
 def test_packages(monkeypatch: pytest.MonkeyPatch):
@@ -110,7 +230,7 @@ def test_what_cannot_be_loaded_is_a_reason_from_then_on(monkeypatch: pytest.Monk
     assert reasons() == []  # nothing was loaded to find that out
     for _ in range(2):
         with pytest.raises(ImportError, match=r"FlashAttention-4 cannot be loaded: OSError: no libcuda for cutlass"):
-            cute.kernels()
+            cute.kernels(architecture_of(H100))
     assert reasons() == ["FlashAttention-4 cannot be loaded: OSError: no libcuda for cutlass"]
 
 
@@ -150,39 +270,54 @@ def test_masks_in_its_terms():
 
 
 @pytest.mark.parametrize(
-    ("dims", "kv_heads", "forward", "backward"),
+    ("device", "dims", "kv_heads", "forward", "backward"),
     [
-        ((64, 64), 2, (64, 64), (64, 64)),
-        ((20, 50), 4, (56, 56), (64, 64)),
-        ((80, 80), 2, (80, 80), (96, 96)),
-        ((192, 128), 4, (192, 128), (192, 128)),
-        ((136, 20), 4, (136, 128), (192, 128)),
-        ((192, 128), 2, (192, 128), (192, 192)),
-        ((200, 200), 2, (200, 200), (256, 256)),
+        (H100, (64, 64), 2, (64, 64), (64, 64)),
+        (H100, (20, 50), 4, (56, 56), (64, 64)),
+        (H100, (80, 80), 2, (80, 80), (96, 96)),
+        (H100, (192, 128), 4, (192, 128), (192, 128)),
+        (H100, (136, 20), 4, (136, 128), (192, 128)),
+        (H100, (192, 128), 2, (192, 128), (192, 192)),
+        (H100, (200, 200), 2, (200, 200), (256, 256)),
+        (B200, (20, 50), 4, (64, 64), (64, 64)),
+        (B200, (80, 72), 2, (96, 96), (96, 96)),
+        (B200, (136, 20), 2, (192, 128), (192, 128)),
+        (B200, (128, 136), 2, (256, 256), (256, 256)),
+        (B200, (192, 192), 2, (256, 256), (256, 256)),
+        (RTX5090, (80, 72), 2, (96, 96), (96, 96)),
     ],
 )
-def test_head_dims(dims: tuple[int, int], kv_heads: int, forward: tuple[int, int], backward: tuple[int, int]):
+def test_head_dims(
+    device: Device, dims: tuple[int, int], kv_heads: int, forward: tuple[int, int], backward: tuple[int, int]
+):
     inputs = call_of(head_dim=dims[0], value_dim=dims[1], kv_heads=kv_heads)
-    assert computed_dims(inputs, "forward") == forward
-    assert computed_dims(inputs, "backward") == backward
+    architecture = architecture_of(device)
+    assert architecture is not None
+    assert architecture.computed_dims(inputs, "forward") == forward
+    assert architecture.computed_dims(inputs, "backward") == backward
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"sliding_window": (9, 9)}, {"kv_heads": 4}], ids=str)
 @pytest.mark.parametrize("dim", [8, 64, 72, 96, 128, 136, 192, 256])
-def test_configs(dim: int, options: dict[str, Any], direction: Direction):
+@pytest.mark.parametrize("device", [H100, B200, RTX5090], ids=lambda device: device.name)
+def test_configs(device: Device, dim: int, options: dict[str, Any], direction: Direction):
     inputs = call_of(head_dim=dim, **options)
-    first = BACKEND.heuristic(inputs, H100, direction)
-    assert None not in dataclasses.astuple(first)
-    candidates = BACKEND.candidates(inputs, H100, direction)
+    with installed():
+        if BACKEND.not_supported_reasons(inputs, device, direction):
+            assert device != H100
+            return
+    first = BACKEND.heuristic(inputs, device, direction)
+    assert None not in (first.block_q, first.block_k)
+    candidates = BACKEND.candidates(inputs, device, direction)
     assert candidates[0] == first
     assert len(set(candidates)) == len(candidates)
     for params in candidates:
-        assert BACKEND.config_reasons(inputs, H100, direction, params) == []
+        assert BACKEND.config_reasons(inputs, device, direction, params) == []
         choice = Choice("fa4", params)
         assert from_json(to_json(choice), Choice) == choice
     plain = FORWARD if direction == "forward" else BACKWARD
-    assert BACKEND.config_reasons(inputs, H100, direction, plain) == []
+    assert BACKEND.config_reasons(inputs, device, direction, plain) == []
     assert plain.completed(first) == first
 
 
@@ -203,6 +338,38 @@ def test_configs_that_cannot_be():
         ("bytes of shared memory", Fa4BackwardParams(block_q=128)),
     ):
         assert any(said in why for why in BACKEND.config_reasons(inputs, H100, "backward", params)), said
+    for device, direction, said, given in (
+        (H100, "forward", "no choice of it on Hopper, got two_ctas=True", Fa4ForwardParams(two_ctas=True)),
+        (B200, "forward", "no choice of it on data-center Blackwell, got num_stages=2", Fa4ForwardParams(num_stages=2)),
+        (B200, "forward", "tiles are 128 or 256 queries, and 128 keys", Fa4ForwardParams(block_k=64)),
+        (
+            B200,
+            "backward",
+            "got groups=2, one_d_query_group=False",
+            Fa4BackwardParams(groups=2, one_d_query_group=False),
+        ),
+        (B200, "backward", "tiles are 128 queries and keys", Fa4BackwardParams(block_q=64)),
+        (RTX5090, "forward", "no choice of it on compute capability 12.x", Fa4ForwardParams(overlap=True)),
+        (RTX5090, "forward", "bytes of shared memory of 101376", Fa4ForwardParams(block_k=128, num_stages=2)),
+        (RTX5090, "backward", "bytes of shared memory", Fa4BackwardParams(query_stages=2, d_out_stages=2)),
+        (RTX5090, "backward", "tiles are 64 queries and keys", Fa4BackwardParams(block_k=128)),
+    ):
+        assert any(said in why for why in BACKEND.config_reasons(inputs, device, direction, given)), said
+    pairs = Fa4ForwardParams(two_ctas=True)
+    for said, options in (
+        ("pairs of CTAs have no lengths of queries", {"query_seq_lengths": LENGTHS}),
+        ("without causality or a window, and for 256, got head_dim=96", {"head_dim": 96}),
+        ("without causality or a window, and for 256, got head_dim=128", {"causal": True}),
+        ("want packed query heads to divide 128, got inputs.groups=6", {"heads": 6, "kv_heads": 1}),
+        ("two tiles of queries, got inputs.q_length=256, params.block_q=256", {"q_length": 256}),
+    ):
+        given = call_of(**{"head_dim": 128, "q_length": 2000, "kv_heads": 4} | options)
+        assert [said in why for why in BACKEND.config_reasons(given, B200, "forward", pairs)] == [True]
+    for dim, two_ctas in ((64, True), (192, False)):
+        found = BACKEND.config_reasons(
+            call_of(head_dim=dim, value_dim=64), B200, "backward", Fa4BackwardParams(two_ctas=two_ctas)
+        )
+        assert "pairs of CTAs are for head dims from 128" in found[0]
     with pytest.raises(ValueError, match="Fa4ForwardParams needs a positive integer, got block_q=0"):
         Fa4ForwardParams(block_q=0)
     with pytest.raises(ValueError, match="got groups=True"):

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Never
 
 from tilewright.kernels.op.choice import Choice, Platform
@@ -13,6 +14,9 @@ from tilewright.kernels.op.inputs import OpInputs
 from tilewright.ops.kernel.builds import Build
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
+
+type PreferredBackends = Mapping[int, Sequence[str]]
+"""Names of backends by the major number of the compute capability on which they go before the others, best first."""
 
 _PLATFORMS = tuple(str(platform) for platform in Platform if platform is not Platform.MESH)
 
@@ -205,19 +209,26 @@ class Backends:
 
     Attributes:
       where: ``"module:Class"`` of each.
+      preferred: those that go before the others on some devices, by the names of their modules or folders.
 
     Raises:
       ValueError: one is not given in this form.
     """
 
-    def __init__(self, op: str, where: Sequence[str]) -> None:
+    def __init__(self, op: str, where: Sequence[str], preferred: PreferredBackends = MappingProxyType({})) -> None:
         if wrong := [each for each in where if not isinstance(each, str) or not all(each.partition(":"))]:
             raise ValueError(f'the backends of {op} must be strings "module:Class", got {wrong}')
-        self._op, self.where = op, tuple(where)
+        self._op, self.where, self.preferred = op, tuple(where), preferred
 
     def __iter__(self) -> Iterator[Loaded]:
         # Lazily, so that a backend behind the one that serves a call is not imported.
         return map(loaded, self.where)
+
+    def best_first(self, device: Device) -> Iterator[Loaded]:
+        """The backends in the order of preference on a device, each imported when it is reached."""
+        preferred = self.preferred.get(device.capability[0], ()) if device.capability else ()
+        places = {name: place for place, name in enumerate(preferred)}
+        return map(loaded, sorted(self.where, key=lambda where: places.get(_room(where), len(places))))
 
     def allowed(self, given: object) -> tuple[str, ...] | None:
         """The platforms and backends that may run a call, in order of preference; ``None`` for any.

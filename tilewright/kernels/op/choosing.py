@@ -257,7 +257,7 @@ class ChoosingOp[Inputs: OpInputs, Results](Op[Inputs, Results], abc.ABC):
         # Deprioritised backends come last within a platform only: the caller's order of platforms is never changed.
         for platform in (None,) if allowed is None else allowed:
             last = []
-            for loaded in self.backends:
+            for loaded in self.backends.best_first(inv.target):
                 each = loaded.backend
                 if each is None or each.name in found or not (platform is None or loaded.is_meant_by(platform)):
                     continue

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 
 import jax
 
-from tilewright.kernels.op.backend import Backends
+from tilewright.kernels.op.backend import Backends, PreferredBackends
 from tilewright.kernels.op.cases import OpCases
 from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.contents import Check, known_faults, report_on_device
@@ -41,6 +41,7 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
       contents: for arguments of integers, which numbers a call can mean. Others are an error where they are known.
       differentiable: True if the op has gradients.
       backends: best first.
+      preferred: the backends that are better than the others on some devices, whatever their order.
     """
 
     cases: ClassVar[OpCases[Any]]
@@ -51,6 +52,7 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
     always: ClassVar[tuple[str, ...]] = ()
     contents: ClassVar[Mapping[str, Check]] = MappingProxyType({})
     differentiable: ClassVar[bool]
+    preferred: ClassVar[PreferredBackends] = MappingProxyType({})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -61,7 +63,7 @@ class Op[Inputs: OpInputs, Results](Kernel[Choice, Any], abc.ABC):
     def __init__(self, name: str, *, version: str, backends: Sequence[str]):
         """Backends are given as ``"module:Class"``: a module is imported when its backend is first needed."""
         super().__init__(name, version=version)
-        self.backends = Backends(name, backends)
+        self.backends = Backends(name, backends, self.preferred)
 
     @abc.abstractmethod
     def prepare(self, *args: Any, **kwargs: Any) -> Inputs:
