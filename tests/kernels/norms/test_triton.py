@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.kernels.conformance import check, run_both
-from tests.kernels.conftest import A100, H100
+from tests.kernels.conftest import A100, H100, RTX5090
 from tests.kernels.norms.conformance import NormConformance, cotangents_of, named, oracle, run
 from tilewright.kernels.norms.cases import LayerNormCase, RmsNormCase
 from tilewright.kernels.norms.inputs import NormInputs, NormResults
@@ -123,6 +123,19 @@ def test_what_ships_can_run(rows: int, columns: int):
             assert not BACKEND.config_reasons(problem, H100, direction, best)
             assert candidates or columns < 300
             assert untagged(json.loads(json.dumps(tagged(best)))) == best
+
+
+@pytest.mark.parametrize("device", [A100, RTX5090], ids=lambda device: device.name)
+@pytest.mark.parametrize("columns", [1000, 8192, 12288, 16384, 20480])
+def test_heuristics_fit_the_shared_memory_of_other_cards(columns: int, device: Device):
+    """Of wide rows two tiles in flight are 128 KB, more than the 99 KB of a block on compute capability 12.0."""
+    for case in (
+        RmsNormCase("", rows=8192, columns=columns, dtype="bfloat16", residual=True),
+        LayerNormCase("", rows=8192, columns=columns, dtype="bfloat16"),
+    ):
+        for direction in ("forward", "backward"):
+            best = BACKEND.heuristic(case.structs, device, direction)
+            assert BACKEND.config_reasons(case.structs, device, direction, best) == []
 
 
 def test_reasons():

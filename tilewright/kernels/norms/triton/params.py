@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from tilewright.kernels.norms.inputs import NormInputs
-from tilewright.kernels.op.footprint import Footprint, launch_reasons
+from tilewright.kernels.op.footprint import Footprint, launch_reasons, max_shared_bytes
 from tilewright.kernels.triton.limits import power_of_two
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
@@ -172,17 +172,18 @@ def backward_params(inputs: NormInputs, device: Device) -> NormBackwardParams:
         # A layer norm waits for one more reduction: more programs hide it, and smaller tiles leave registers for them.
         rows, per_sm = max(rows // 2, 1), 2 * per_sm
     warps = power_of_two(math.ceil(rows * inputs.columns / 640))  # 10 to 20 elements per thread
-    return _backward_params(inputs, sms, rows, per_sm, min(max(warps, 2), 16))
+    return _backward_params(inputs, device, rows, per_sm, min(max(warps, 2), 16))
 
 
-def _backward_params(inputs: NormInputs, sms: int, rows: int, per_sm: int, warps: int) -> NormBackwardParams:
+def _backward_params(inputs: NormInputs, device: Device, rows: int, per_sm: int, warps: int) -> NormBackwardParams:
     """Params for a tile of ``rows``, with the blocks and stages that go with them; ``per_sm`` programs share an SM."""
-    block = _block_columns(inputs, rows, warps)
+    block, sms = _block_columns(inputs, rows, warps), max(device.cores, 1)
     tile_bytes = 2 * per_sm * rows * inputs.row_bytes
     stages = min(max(1 + round(STAGED_BYTES / tile_bytes), 3), 5)
     params = _balanced(NormBackwardParams(rows, block, per_sm * sms, warps, stages), inputs, per_sm * sms)
-    # An SM has 228 KB; each CTA takes 1 KB of it for the system.
-    while (footprint(inputs, "backward", params).shared_bytes or 0) * per_sm > 224 << 10 and params.num_stages > 2:
+    # An SM has 228 KB, and each CTA takes 1 KB of it for the system; a CTA has 99 KB of it where an SM has 100.
+    most = min((224 << 10) // per_sm, max_shared_bytes(device, 224 << 10))
+    while (footprint(inputs, "backward", params).shared_bytes or 0) > most and params.num_stages > 2:
         params = dataclasses.replace(params, num_stages=params.num_stages - 1)
     return params
 
@@ -249,7 +250,7 @@ def _backward_candidates(inputs: NormInputs, device: Device) -> Iterator[NormBac
                 continue
             if rows > 1 and inputs.rows < rows:
                 continue
-            base = _backward_params(inputs, sms, rows, per_sm, warps)
+            base = _backward_params(inputs, device, rows, per_sm, warps)
             for stages in dict.fromkeys((base.num_stages, 1, 2, 3, 4)):
                 if base.num_stages > 1 or stages == 1:
                     yield dataclasses.replace(base, num_stages=stages)
