@@ -157,7 +157,7 @@ def _fa4_kernels(*_: Any) -> Any:
 
         return run
 
-    stand_ins = {name: _Recorder(name, record) for name in ("classes", "utils", "dtypes", "float32")}
+    stand_ins = {name: _Recorder(name, record) for name in ("classes", "utils", "dtypes", "float32", "int32")}
     return types.SimpleNamespace(**stand_ins, call=call, versions=("any",))
 
 

@@ -185,6 +185,7 @@ class ForwardSm120:
         tiles = self.tile_m * self.head_dim + self.num_stages * self.tile_n * (self.head_dim + self.head_dim_v)
         assert 2 * tiles <= 99 << 10
         lengths, window = (mSeqUsedQ, mSeqUsedK), (window_size_left, window_size_right)
+        assert all(x is None or isinstance(x, np.int32) for x in window)
         attend(self, query, key, value, out, lse, scale, lengths, window)
 
 
@@ -382,6 +383,7 @@ class BackwardSm120:
         of_queries = tile_q * (self.num_stages_Q * self.head_dim + self.num_stages_dO * self.head_dim_v)
         assert 2 * (of_queries + tile_k * (self.head_dim + self.head_dim_v) + 2 * tile_q * tile_k) <= 99 << 10
         lengths, window = (mSeqUsedQ, mSeqUsedK), (window_size_left, window_size_right)
+        assert all(x is None or isinstance(x, np.int32) for x in window)
         operands, gradients = (query, key, value, d_out, exponent, delta), (d_query, d_key, d_value)
         differentiate(self, operands, gradients, scale, lengths, window, (tile_q, tile_k))
 
@@ -433,6 +435,7 @@ def _kernels(**classes: Any) -> Kernels:
         types.SimpleNamespace(create_softcap_scoremod=float, create_softcap_scoremod_bwd=float),
         {np.dtype(np.float16): np.dtype(np.float16), np.dtype(jnp.bfloat16): np.dtype(jnp.bfloat16)},
         float,
+        np.int32,
         call,
         ("4.0", "0.5", "4.8"),
     )

@@ -79,6 +79,7 @@ class Kernels:
     utils: Any
     dtypes: Mapping[np.dtype, Any]
     float32: Callable[[float], Any]
+    int32: Callable[[int], Any]
     call: Callable[..., Any]
     versions: tuple[str, ...]
 

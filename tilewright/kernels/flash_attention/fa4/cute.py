@@ -132,6 +132,7 @@ def _loaded(architecture: Architecture) -> Kernels:
         importlib.import_module("flash_attn.cute.utils"),
         {np.dtype(np.float16): cutlass.Float16, np.dtype(jnp.bfloat16): cutlass.BFloat16},
         cutlass.Float32,
+        cutlass.Int32,
         bridge.cutlass_call,
         tuple(importlib.metadata.version(name) for name in MIN_VERSIONS),
     )

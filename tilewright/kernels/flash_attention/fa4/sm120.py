@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tilewright.kernels.flash_attention.fa4.architecture import (
     Accumulator,
@@ -120,7 +120,7 @@ class Sm120(Architecture):
             num_threads=THREADS,
             score_mod=score_mod(kernels, scores),
         )
-        return kernel
+        return _with_window(kernels, kernel)
 
     def backward_kernel(self, kernels: Kernels, settings: Settings) -> Callable[..., None]:
         params, scores = settings.params, settings.scores
@@ -138,7 +138,7 @@ class Sm120(Architecture):
             is_local=scores.local,
             **{f"AtomLayout{name}": THREADS // 32 for name in ("MSdP", "NdKV", "MdQ")},
         )
-        return kernel
+        return _with_window(kernels, kernel)
 
     def postprocess_kernel(self, kernels: Kernels, settings: Settings, of: Accumulator) -> Callable[..., None]:
         params = settings.params
@@ -159,6 +159,16 @@ class Sm120(Architecture):
 
     def accumulates(self, settings: Settings) -> bool:
         return True
+
+
+def _with_window(kernels: Kernels, kernel: Callable[..., None]) -> Callable[..., None]:
+    """A kernel that takes the ends of a window as integers, as those of other architectures do."""
+
+    def run(*operands: Any, window_size_left: int | None, window_size_right: int | None, **others: Any) -> None:
+        left, right = (None if x is None else kernels.int32(x) for x in (window_size_left, window_size_right))
+        kernel(*operands, window_size_left=left, window_size_right=right, **others)
+
+    return run
 
 
 def _shared_reasons(needed: int, params: Params) -> list[str]:

@@ -65,6 +65,9 @@ _TILES: dict[str, tuple[tuple[int, ...], ...]] = {
     "float32, small groups": ((16, 64, 64, 4, 3), (16, 128, 32, 4, 3)),
     "float32, large groups": ((64, 64, 32, 4, 3), (64, 128, 32, 8, 2), (32, 64, 32, 4, 3)),
 }
+# On compute capability 12.x the operands of MMAs are in registers, too, beside 128 sums of a thread of four warps: in
+# steps of 64 elements of transposed matrices it spilled 96 bytes.
+_TRANSPOSED_ON_12 = ((128, 128, 64, 8, 3), *_TILES["large groups"][2:])
 # The programs of a gated forward kernel have two sums of the tile's size.
 _GATED_TILES: dict[str, tuple[tuple[int, ...], ...]] = {
     "small groups": ((16, 64, 128, 4, 3), (16, 128, 64, 4, 3), (16, 64, 64, 4, 4)),
@@ -94,7 +97,11 @@ def listed_params(inputs: MatmulInputs, device: Device, direction: Direction) ->
     kind += "small groups" if is_small else "large groups"
     listed: list[Params]
     if direction == "forward":
-        tiles = [TritonTile(*each) for each in (_GATED_TILES if is_gated else _TILES)[kind]]
+        numbers = (_GATED_TILES if is_gated else _TILES)[kind]
+        on_12 = device.capability is not None and device.capability[0] == 12
+        if on_12 and not is_gated and inputs.transpose_rhs and kind == "large groups":
+            numbers = _TRANSPOSED_ON_12
+        tiles = [TritonTile(*each) for each in numbers]
         listed = [TritonGatedForwardParams(tile) if is_gated else TritonGroupedForwardParams(tile) for tile in tiles]
     else:
         of_lhs = [TritonTile(*each) for each in (_OF_LHS if kind == "large groups" else _TILES[kind])]
