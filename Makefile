@@ -43,7 +43,7 @@ help:
 	@echo 'make lint      ruff check and ruff format --check'
 	@echo 'make types     mypy; mypy and pyright over README, docs and examples'
 	@echo 'make unit      the tests alone (SUITE=test)'
-	@echo 'make aot       compile every config that ships for an H100, without one; fails on spills'
+	@echo 'make aot       compile what ships for an H100 and for Blackwell GPUs, without one; fails on spills'
 	@echo 'make test-gpu  tests/gpu on the accelerator (PYTHON=python3 for an environment of your own)'
 	@echo 'make memcheck  short runs of the GPU kernels under compute-sanitizer'
 	@echo 'make wheel-test builds sdist and wheel, and runs README and docs with the wheel alone (SHIP_ARGS=--python python3.14)'
@@ -112,14 +112,15 @@ aot: .aot/installed
 	  -o addopts='-ra --strict-markers --import-mode=importlib' --suite full tests/aot $(PYTEST_ARGS)
 
 # An environment of its own: with the CUDA plugin beside it, jax in the other would look for a GPU. The plugin's own
-# requirements are a gigabyte of libraries that only running needs.
+# requirements are a gigabyte of libraries that only running needs. Of PyTorch FlashAttention-4's kernels use names alone.
 .aot/installed: pyproject.toml .python-version $(STAMP)
 	@[ -x $(AOT)/bin/python ] || $(VENV)/bin/python -m venv $(AOT)
 	@pip() { $(AOT)/bin/python -m pip install --quiet --disable-pip-version-check "$$@"; }; \
 	jax="$$($(VENV)/bin/python -c 'import jax; print(jax.__version__)')"; \
 	echo "installing the CUDA compiler for jax $$jax into $(AOT)"; \
 	pip -e '.[test]' "jax==$$jax"; \
-	pip --no-deps "jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax" nvidia-cuda-nvcc nvidia-nvvm
+	pip --no-deps "jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax" nvidia-cuda-nvcc nvidia-nvvm; \
+	pip nvidia-cutlass-dsl apache-tvm-ffi einops; pip --no-deps --pre flash-attn-4 quack-kernels
 	@mkdir -p $(@D) && touch $@
 
 # Without the stamp: an accelerator's machine brings its own jax, which PYTHON names.

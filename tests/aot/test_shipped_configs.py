@@ -479,6 +479,14 @@ EVERY = (
         expected=product_kernels,
     ),
     Shipped(
+        "grouped_matmul",
+        TritonGroupedMatmul(),
+        variants(GROUPED, TRITON_PRODUCTS | {"transposed": {**_MATRIX, "transpose_rhs": True}}),
+        BLACKWELL,
+        tuned=(),
+        expected=product_kernels,
+    ),
+    Shipped(
         "gated_grouped_matmul",
         HopperGatedGroupedMatmul(),
         # The exact GELU may take 16 bytes where a consumer has two accumulators of 128 rows.

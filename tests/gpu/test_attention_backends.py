@@ -79,7 +79,10 @@ class TestFa4(Conformance):
     backend: ClassVar[Backend] = FA4
     low_bias = False
     deterministic: ClassVar[bool] = False
-    cases: ClassVar[Sequence[ConformanceCase]] = library.FA4_PAIRWISE
+    cases: ClassVar[Sequence[ConformanceCase]] = [
+        *library.FA4_PAIRWISE,
+        *(ConformanceCase(each, False) for each in library.FA4_OF_256.values()),
+    ]
 
 
 class TestCuda(Conformance):
@@ -300,7 +303,10 @@ PAIRS: dict[Backend, tuple[Mapping[str, AttentionCase], tuple[str, ...], list[Ba
 
 def residuals() -> Iterator[Any]:
     """A backend, others whose halves are used with its own, and a case."""
-    for backend, cases in ((CUDNN, library.CUDNN_CASES | OF_CUDNN), (FA4, library.FA4_CASES | OF_FA4)):
+    for backend, cases in (
+        (CUDNN, library.CUDNN_CASES | OF_CUDNN),
+        (FA4, library.FA4_CASES | library.FA4_OF_192 | OF_FA4),
+    ):
         for name, case in cases.items():
             yield pytest.param(backend, XLA, case, id=f"{backend.name}-xla-{name}")
     for backend, (cases, names, others) in PAIRS.items():

@@ -81,6 +81,19 @@ FA4_CASES = {
     "lengths for each head": case_of(lengths=True, kv_length=70, heads=2, dtype="float16"),
 }
 
+FA4_OF_192 = {
+    "heads of 192": case_of(head_dim=192, value_dim=128, q_length=150, kv_length=130),
+    "heads of 192, padded": case_of(head_dim=136, value_dim=72, heads=2, causal=True, dtype="float16"),
+    "heads of 192, lengths": case_of(head_dim=192, value_dim=128, lengths=True, kv_length=300),
+}
+FA4_OF_256 = {
+    "full": case_of(head_dim=256, q_length=140, kv_length=200),
+    "causal": case_of(head_dim=256, causal=True, dtype="float16"),
+    "causal from the end": case_of(head_dim=256, heads=6, kv_length=90, causal=True, causal_alignment="bottom_right"),
+    "padded, lengths": case_of(head_dim=200, value_dim=24, lengths=True, kv_length=70),
+}
+"""Calls that data-center Blackwell computes as heads of 256 elements."""
+
 FACTORS: dict[str, Sequence[Any]] = {
     "lengths": [(64, 64), (33, 33), (48, 80), (40, 17), (1, 37)],
     "heads": [(2, 2), (4, 2), (3, 1)],

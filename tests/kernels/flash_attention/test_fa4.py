@@ -18,6 +18,8 @@ from tests.kernels.flash_attention.library import (
     BIAS,
     DIRECTIONS,
     FA4_CASES,
+    FA4_OF_192,
+    FA4_OF_256,
     FA4_PAIRWISE,
     LENGTHS,
     LibraryConformance,
@@ -81,28 +83,14 @@ class TestFa4(LibraryConformance):
     ]
 
 
-WIDE_CASES = {
-    "heads of 192": case_of(head_dim=192, value_dim=128, q_length=150, kv_length=130),
-    "heads of 192, padded": case_of(head_dim=136, value_dim=72, heads=2, causal=True, dtype="float16"),
-    "heads of 192, lengths": case_of(head_dim=192, value_dim=128, lengths=True, kv_length=300),
-}
-OF_256 = {
-    "full": case_of(head_dim=256, q_length=140, kv_length=200),
-    "causal": case_of(head_dim=256, causal=True, dtype="float16"),
-    "causal from the end": case_of(head_dim=256, heads=6, kv_length=90, causal=True, causal_alignment="bottom_right"),
-    "padded, lengths": case_of(head_dim=200, value_dim=24, lengths=True, kv_length=70),
-}
-"""Calls that data-center Blackwell computes as heads of 256 elements."""
-
-
 class TestFa4OnB200(TestFa4):
     device = B200
     machine = staticmethod(functools.partial(emulated, B200))
     cases: ClassVar[list[ConformanceCase]] = [
         *FA4_PAIRWISE,
-        *(ConformanceCase(each, False) for each in OF_256.values()),
+        *(ConformanceCase(each, False) for each in FA4_OF_256.values()),
     ]
-    exchanged = FA4_CASES | WIDE_CASES
+    exchanged = FA4_CASES | FA4_OF_192
     served: ClassVar[list[dict[str, Any]]] = [
         *TestFa4.served[2:],
         {"head_dim": 256, "causal": True},
