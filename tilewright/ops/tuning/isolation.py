@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -111,32 +112,38 @@ class WorkerDied(Exception):
 class Worker:
     """A process that runs one task after the other.
 
+    Args:
+      module: what it runs, with the number of a file on which it is asked as its argument.
+      environment: variables that it has beside those of this process.
+
     Attributes:
       initial_bytes: bytes that it held when its task began, and then after the task's first candidate, which waits for
         the oracle's results.
       held_bytes: bytes that it holds now.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, module: str = "tilewright.ops.tuning.worker", environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         parent_end, worker_end = Pipe()
         self._connection: Connection = parent_end
-        environment = os.environ | {
+        inherited = os.environ | {
             "PYTHONPATH": module_path(),
             # The worker shares the device with this process.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }
         if jax.config.jax_platforms:
-            environment["JAX_PLATFORMS"] = jax.config.jax_platforms
+            inherited["JAX_PLATFORMS"] = jax.config.jax_platforms
         with worker_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tilewright.ops.tuning.worker", str(worker_end.fileno())],
+                [sys.executable, "-m", module, str(worker_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
                 pass_fds=(worker_end.fileno(),),
                 start_new_session=True,  # this process handles Ctrl-C
-                env=environment,
+                env=inherited | dict(environment),
             )
         self.initial_bytes = 0
         self.held_bytes = 0
