@@ -9,6 +9,7 @@ MAKEFLAGS += --no-print-directory
 VENV := .venv
 STAMP := .make/installed
 AOT := .aot/venv
+AOT_TPU := .aot/tpu
 KERNELS := .kernels/venv
 DOCS := .docs/venv
 PROGRAMS := .programs/venv
@@ -29,7 +30,7 @@ KERNELS_ARGS ?=
 KERNELS_CUDA ?= 13.0
 SDIST_TESTS ?= tests/test_packaging.py tests/test_docs.py tests/ops tests/modules tests/cli tests/tools
 
-.PHONY: help install quick test test-full test-costs lint types unit aot test-gpu memcheck wheel-test sdist-test kernels-wheel programs demo generate serve \
+.PHONY: help install quick test test-full test-costs lint types unit aot aot-tpu test-gpu memcheck wheel-test sdist-test kernels-wheel programs demo generate serve \
   bench table stubs picture docs format clean
 
 help:
@@ -44,6 +45,7 @@ help:
 	@echo 'make types     mypy; mypy and pyright over README, docs and examples'
 	@echo 'make unit      the tests alone (SUITE=test)'
 	@echo 'make aot       compile what ships for an H100 and for Blackwell GPUs, without one; fails on spills'
+	@echo 'make aot-tpu   compile every op and kernel for TPUs, without one: memory, spills, simulated cycles'
 	@echo 'make test-gpu  tests/gpu on the accelerator (PYTHON=python3 for an environment of your own)'
 	@echo 'make memcheck  short runs of the GPU kernels under compute-sanitizer'
 	@echo 'make wheel-test builds sdist and wheel, and runs README and docs with the wheel alone (SHIP_ARGS=--python python3.14)'
@@ -121,6 +123,18 @@ aot: .aot/installed
 	pip -e '.[test]' "jax==$$jax"; \
 	pip --no-deps "jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax" nvidia-cuda-nvcc nvidia-nvvm; \
 	pip nvidia-cutlass-dsl apache-tvm-ffi einops; pip --no-deps --pre flash-attn-4 quack-kernels
+	@mkdir -p $(@D) && touch $@
+
+aot-tpu: .aot/tpu-installed
+	@TILEWRIGHT_HYPOTHESIS_PROFILE=$(PROFILE) JAX_PLATFORMS=cpu $(AOT_TPU)/bin/python -m pytest -n $(JOBS) --dist worksteal \
+	  -o addopts='-ra --strict-markers --import-mode=importlib' --suite full tests/aot_tpu $(PYTEST_ARGS)
+
+# An environment of its own: with libtpu beside it, jax in the other would look for a TPU.
+.aot/tpu-installed: pyproject.toml .python-version $(STAMP)
+	@[ -x $(AOT_TPU)/bin/python ] || $(VENV)/bin/python -m venv $(AOT_TPU); \
+	jax="$$($(VENV)/bin/python -c 'import jax; print(jax.__version__)')"; \
+	echo "installing libtpu beside jax $$jax into $(AOT_TPU)"; \
+	$(AOT_TPU)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]' "jax[tpu]==$$jax"
 	@mkdir -p $(@D) && touch $@
 
 # Without the stamp: an accelerator's machine brings its own jax, which PYTHON names.

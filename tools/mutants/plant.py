@@ -23,7 +23,8 @@ SECONDS = 5400.0
 # tests/tools checks the defects against the code, and would find every one of them.
 PYTEST = [
     "-m", "pytest", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "tools.mutants.plugin",
-    "-o", "addopts=--strict-markers --import-mode=importlib", "--ignore=tests/aot", "--ignore=tests/tools",
+    "-o", "addopts=--strict-markers --import-mode=importlib", "--ignore=tests/aot", "--ignore=tests/aot_tpu",
+    "--ignore=tests/tools",
     "--continue-on-collection-errors",
 ]  # fmt: skip
 
