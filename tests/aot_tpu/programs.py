@@ -23,7 +23,7 @@ from tilewright.modules import (
     linear_cross_entropy,
     matmul_reduce_scatter,
     moe_mlp,
-    ragged_decode_attention,
+    page_attention,
 )
 from tilewright.ops.utils.known_devices import find_device
 from tilewright.ops.utils.target import Target
@@ -111,6 +111,7 @@ PAGES = ((256, 16, 8, 128), P(None, None, "x"))
 GROUPS = (((512, 256), P()), *[((8, 256, 512), ROWS)] * 2)
 SPLIT = {
     "attention, explicit axes": Split(causal, QKV, AxisType.Explicit),
+    "attention, automatic axes": Split(causal, QKV, AxisType.Auto),
     "ring attention": over_length("ring"),
     "all-gather attention": over_length("all_gather"),
     "ulysses attention": over_length("ulysses"),
@@ -128,6 +129,9 @@ SPLIT = {
     "gated matmuls of groups by groups": Split(
         gated_grouped_matmul, GROUPS, AxisType.Explicit, integers=(((8,), P()),)
     ),
+    "gated matmuls of groups, automatic axes": Split(
+        gated_grouped_matmul, GROUPS, AxisType.Auto, integers=(((8,), P()),)
+    ),
     "experts over devices": Split(
         functools.partial(experts, axis_name="x"),
         (((512, 256), ROWS), ((512, 2), ROWS), *[((8, 256, 512), ROWS)] * 2, ((8, 512, 256), ROWS)), out=ROWS,
@@ -137,7 +141,7 @@ SPLIT = {
         loss, (((512, 256), P("y")), ((256, 8192), COLUMNS)), AxisType.Explicit, integers=(((512,), P("y")),)
     ),
     "decoding by heads": Split(
-        ragged_decode_attention, (((16, 8, 128), P("y", "x")), PAGES, PAGES), AxisType.Explicit,
+        page_attention, (((16, 8, 128), P("y", "x")), PAGES, PAGES), AxisType.Explicit,
         integers=(((16, 16), P("y")), ((16,), P("y"))), inference=True,
     ),
     "decoding by pages": Split(

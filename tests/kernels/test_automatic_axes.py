@@ -1,6 +1,7 @@
 """Plain ``jit`` with NamedShardings on automatic axes: calls are split as the same types would split them."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -31,8 +32,9 @@ from tilewright.modules import (
     top_k_router,
     unpermute,
 )
-from tilewright.ops import Kernel
+from tilewright.ops import Kernel, find_labels_in_lowered
 from tilewright.ops.lowering import partitioned
+from tilewright.ops.lowering.labels import is_call_label, parse_label
 from tilewright.ops.lowering.partitioned import TARGET, decoded
 
 MESH = {"data": 4, "model": 2}
@@ -259,6 +261,30 @@ def test_parameters_over_the_axis_of_the_rows_are_gathered_without_a_word(caplog
     with caplog.at_level(logging.WARNING, "tilewright"):
         jax.jit(lambda x, w: matmul(x, w)).lower(*split).compile()
     assert not caplog.records
+
+
+def lowered_for(device: str, function: Callable[..., Any]) -> Any:
+    """Attention by batch and heads on eight devices that are not here."""
+    with tilewright.target_device(device, count=8) as target:
+        mesh = target.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=(AxisType.Auto,) * 2)
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, BY_BOTH)) for x in QKV]
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.jit(function).trace(*structs).lower(lowering_platforms=(target.known.platform,))
+
+
+def test_on_tpus_xla_splits_its_own_operations() -> None:
+    """libtpu compiles no operation that another splits (``tests/aot_tpu/test_meshes.py`` compiles these)."""
+    function = functools.partial(with_gradients, causal)
+    assert TARGET in lowered_for("NVIDIA H100 80GB HBM3", function).as_text()
+    lowered = lowered_for("TPU v6e", function)
+    assert TARGET not in lowered.as_text()
+    labels = [parse_label(text) for text in find_labels_in_lowered(lowered) if is_call_label(text)]
+    assert [(label.direction, label.config.backend) for label in labels] == [("forward", "xla"), ("backward", "xla")]
+
+
+def test_a_kernel_alone_on_automatic_axes_of_tpus_is_an_error() -> None:
+    with pytest.raises((TypeError, tilewright.UnsupportedError), match="flash_attention"):
+        lowered_for("TPU v6e", functools.partial(causal, platform="pallas"))
 
 
 def test_one_device_of_several_runs_an_unsplit_call() -> None:

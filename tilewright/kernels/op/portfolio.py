@@ -53,6 +53,20 @@ class Portfolio[Inputs: OpInputs, Results](ChoosingOp[Inputs, Results], abc.ABC)
     def automatic_cfg(self, selector: Any) -> Choice | None:
         return Choice(AUTOMATIC, selector) if self._says_how_it_is_split else None
 
+    def xla_split_cfg(self, inv: Invocation[Choice, Any]) -> Choice:
+        """The best config of a backend on the platform "xla".
+
+        Raises:
+          TypeError: the caller's platforms have none.
+        """
+        for choice in self._by_preference(inv):
+            if self.backends.of(choice).platform is Platform.XLA:
+                return choice
+        raise TypeError(
+            f"{self.name} on platform={self._allowed(inv)} is a kernel, which is not split over automatic mesh axes on "
+            f"{inv.target.name}; use platform='xla' or None, explicit axes, or jax.shard_map"
+        )
+
     def part_results(self, inputs: Inputs, *, cfg: Choice) -> Results:
         with own_settings(inputs):
             return self.forward_results(inputs, cfg)

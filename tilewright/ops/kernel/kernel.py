@@ -201,6 +201,13 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """
         return None
 
+    def xla_split_cfg(self, inv: "Invocation[Cfg, Out]") -> Cfg | None:
+        """A config of operations that XLA splits over automatic mesh axes by itself; ``None`` if all of them are.
+
+        It takes the place of ``automatic_cfg`` on devices whose compiler does not ask how a call is split.
+        """
+        return None
+
     def check_contents(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_traced: bool) -> None:
         """Raises for arguments whose numbers are known and that no call can mean; called at every call.
 

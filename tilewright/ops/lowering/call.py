@@ -353,8 +353,14 @@ def _lowering_rule(ctx: mlir.LoweringRuleContext, *operands: Value, call: Call, 
     is_split = is_automatic(ctx)
     if is_split and (automatic := call.kernel.automatic_cfg(call.selector)) is not None:
         (device,) = devices.values()
-        split_by_xla = code_of(call, automatic, ctx.avals_in, mapped, device)
-        return mlir.lower_fun(split_by_xla)(ctx, *operands)
+        if device.kind != "tpu":
+            split_by_xla = code_of(call, automatic, ctx.avals_in, mapped, device)
+            return mlir.lower_fun(split_by_xla)(ctx, *operands)
+        if call.selector.cfg is None:
+            # libtpu lacks PJRT's extension for partitioners: it would refuse the operation (jax-ml/jax#38196).
+            cfg = call.kernel.xla_split_cfg(call.invocation(ctx.avals_in, mapped, device))
+            selector = dataclasses.replace(call.selector, cfg=StaticLeaf(cfg))
+            call = dataclasses.replace(call, selector=selector)
     with run_by(lambda: program_devices(ctx)):
         branches = {p: select(call, ctx.avals_in, mapped, device, is_whole=is_split) for p, device in devices.items()}
     if len(branches) == 1:
