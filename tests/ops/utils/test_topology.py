@@ -1,6 +1,7 @@
 """Compile-only TPUs: which slice is asked for, and which of its devices a target has."""
 
 import math
+import os
 import types
 from typing import Any
 
@@ -14,6 +15,8 @@ from tilewright.errors import TargetDeviceError
 from tilewright.ops.utils import topology
 from tilewright.ops.utils.known_devices import find_device
 
+BESIDE_OTHERS = "ALLOW_MULTIPLE_LIBTPU_LOAD"
+
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -22,6 +25,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def describe(name: str, platform: str) -> Any:
         assert platform == "tpu"
+        assert os.environ[BESIDE_OTHERS] == "1"
         asked.append(name)
         version, _, shape = name.partition(":")
         chips = math.prod(map(int, shape.split("x")))
@@ -51,6 +55,17 @@ def test_one_device_of_a_chip_with_one(asked: list[str]):
     assert compiled_for("TPU v5e", 1) == compiled_for("TPU v5p", 1) == [0]
     assert len(compiled_for("TPU v6e", 4)) == 4
     assert asked == ["v5e:1x1", "v5p:1x1x1", "v6e:2x2"]
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_libtpu_may_be_loaded_beside_another_process(asked: list[str], before: str | None, monkeypatch: Any):
+    """Without it the second process that compiles for a TPU is refused; a program that uses one is not to notice."""
+    monkeypatch.delenv(BESIDE_OTHERS, raising=False)
+    if before is not None:
+        monkeypatch.setenv(BESIDE_OTHERS, before)
+    compiled_for("TPU v5e", 1)
+    assert os.environ.get(BESIDE_OTHERS) == before
+    assert asked
 
 
 def test_cores_of_a_description_that_are_not_those_of_a_device(asked: list[str]):

@@ -1,9 +1,11 @@
 """Compile-only devices, made from a topology description."""
 
+import contextlib
 import functools
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 
@@ -119,7 +121,8 @@ def _tpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
     if count not in sizes:
         counts = ", ".join(map(str, sizes))
         raise TargetDeviceError(f"slices of {known.name} that can be compiled for have {counts} devices, got {count=}")
-    description = topologies.get_topology_desc(f"{known.chip.name}:{sizes[count]}", platform="tpu")
+    with _beside_others():
+        description = topologies.get_topology_desc(f"{known.chip.name}:{sizes[count]}", platform="tpu")
     cores = {device.num_cores for device in description.devices}  # type: ignore[attr-defined]
     if cores != {known.cores}:
         raise TargetDeviceError(
@@ -127,6 +130,20 @@ def _tpus(known: KnownDevice, count: int) -> tuple[jax.Device, ...]:
             "lower and explain programs for it here (jax.jit(f).lower(...), tilewright.explain), and compile them there"
         )
     return tuple(description.devices)[:count]
+
+
+@contextlib.contextmanager
+def _beside_others() -> Iterator[None]:
+    """A context in which libtpu may be loaded while another process has it: no device is opened to describe some."""
+    name = "ALLOW_MULTIPLE_LIBTPU_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def missing_compiler(known: KnownDevice) -> str:
