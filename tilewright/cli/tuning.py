@@ -27,7 +27,7 @@ from tilewright.ops import (
 )
 from tilewright.ops.config.selection import ConfigSelectorChain
 from tilewright.ops.program import find_invocations, tune_invocations
-from tilewright.ops.tuning.isolation import prestart
+from tilewright.ops.tuning.isolation import is_shared, prestart
 from tilewright.ops.tuning.progress import progress_for
 from tilewright.ops.utils.fingerprint import toolchain_fingerprint
 
@@ -49,8 +49,7 @@ def tune_and_report(
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     check_new_file(json_file, "--json")
     check_new_file(lock_file, "--lock", existing=True)
-    here()
-    if tuner.isolation != "none":
+    if is_shared(here()) and tuner.isolation != "none":
         prestart()
     began = datetime.datetime.now(datetime.UTC)
     # Measurements must not depend on a lock, nor fail if the environment names a lock that is still to be made.

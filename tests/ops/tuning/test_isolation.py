@@ -16,6 +16,7 @@ from tilewright.ops import Autotuner, ConfigSelectorChain, Invocation, Persisten
 from tilewright.ops.tuning import isolation, worker
 from tilewright.ops.tuning.bench import CandidateError, OutOfTimeError, Trial
 from tilewright.ops.tuning.events import CandidateDone
+from tilewright.ops.utils.known_devices import find_device
 
 X = array(np.linspace(-1.0, 1.0, SIZE * SIZE).reshape(SIZE, SIZE), jnp.float32)
 ISOLATED = Tuner(0, 2, isolation="process", timeout_s=15.0)
@@ -162,6 +163,17 @@ def test_who_does_not_answer_within_its_own_time_is_at_fault():
     with pytest.raises(CandidateError, match="is no more") as caught:
         bench.recheck(0)
     assert not isinstance(caught.value, OutOfTimeError)
+
+
+def test_a_tpu_belongs_to_this_process(workers: list[isolation.Worker]):
+    tpu = dataclasses.replace(find_device("TPU v6e").device, present=True)
+    call = Invocation(Hostile("right", "raise"), (X,), device=tpu)
+    (found,) = Autotuner(Tuner(0, 2, isolation="auto"), chooser=ConfigSelectorChain()).tune(call)
+    assert found.winner.config == Way("right")
+    assert not workers
+    with pytest.raises(ValueError, match="a TPU v6 lite belongs to one process"):
+        Autotuner(ISOLATED, chooser=ConfigSelectorChain()).tune(call)
+    assert not workers
 
 
 def test_every_candidate_may_fail():

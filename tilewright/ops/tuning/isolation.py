@@ -26,6 +26,7 @@ from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.parts import Arguments
 from tilewright.ops.tuning.bench import Bench, CandidateError, OutOfTimeError, Trial
 from tilewright.ops.tuning.workload import forward_of
+from tilewright.ops.types import Device
 from tilewright.ops.utils.processes import module_path
 
 logger = logging.getLogger(__name__)
@@ -84,8 +85,15 @@ class Task:
         return cls(plain, tuple(configs), given, forward, timer, warmup, verify, settings)
 
 
+def is_shared(device: Device) -> bool:
+    """True if several processes may use a device, as no TPU lets them."""
+    return device.kind != "tpu"
+
+
 def reason_not_sendable(task: Task) -> str:
     """The reason why another process cannot run the task; empty if it can."""
+    if not is_shared(task.inv.target):
+        return f"a {task.inv.target.name} belongs to one process"
     if os.name != "posix":
         return f"processes are isolated on POSIX systems alone, this is {os.name!r}"
     if jax.config.jax_default_device is not None:

@@ -28,7 +28,7 @@ from tilewright.ops.tuning.events import (
     TuningEvent,
     TuningStarted,
 )
-from tilewright.ops.tuning.isolation import IdleWorker, ProcessBench, Task, reason_not_sendable
+from tilewright.ops.tuning.isolation import IdleWorker, ProcessBench, Task, is_shared, reason_not_sendable
 from tilewright.ops.tuning.schedule import Schedule
 from tilewright.ops.types import Cfg
 from tilewright.ops.utils.describe import describe_config, describe_key
@@ -144,7 +144,7 @@ class Autotuner:
                 return
             self._emit(TuningStarted(len(unknown), _seconds(self.budget_s)))
             with contextlib.closing(IdleWorker()) as idle:
-                if self.tuner.isolation != "none":
+                if self.tuner.isolation != "none" and any(is_shared(inv.target) for inv in unknown):
                     idle.warm()
                 calls = [self._call(inv, given, inputs, cancelled, idle, deadline) for inv in unknown]
                 limits = {"deadline": deadline, "call_budget_s": _seconds(self.call_budget_s)}
