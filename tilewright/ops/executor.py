@@ -141,7 +141,11 @@ class Executor(Generic[Cfg, Out]):
                 measured = shipped.candidates
             time_ms = self.chooser.measured_ms(inv, selection.config)
             policy = self.chooser.effective_policy()
-            if step in ("nearest", "heuristic") and policy.allow_autotune and policy.cache_miss_fallback == "autotune":
+            if (
+                step in ("simulated", "nearest", "heuristic")
+                and policy.allow_autotune
+                and policy.cache_miss_fallback == "autotune"
+            ):
                 step += ", until the call is tuned, which the policy allows"
             unbuilt = self.chooser.not_built(inv, selection)
             if unbuilt is not None:

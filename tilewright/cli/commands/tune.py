@@ -27,6 +27,10 @@ def tune(
     lock: Annotated[
         Path | None, options.option("--lock", "Pin the winners in a lock file, and keep its earlier decisions.")
     ] = None,
+    device: options.Device = None,
+    simulated: Annotated[
+        bool, typer.Option("--simulated", help="Rank TPU kernels for --device by libtpu's simulator; run nothing.")
+    ] = False,
 ) -> None:
     """Measure the candidates of every kernel call and keep the winners for later programs.
 
@@ -35,10 +39,19 @@ def tune(
 
     Candidates run in a separate process: a crash or a hang is recorded, and the tuning goes on. Ctrl-C keeps all
     measurements, and the next run resumes a tuning that was killed.
+
+    With --simulated nothing is measured: configs of TPU kernels are compiled for a TPU that is not here, and ranked by
+    the cycles of libtpu's simulator. The best one decides calls on such a TPU until they are tuned there.
     """
+    if simulated != (device is not None):
+        raise typer.BadParameter("--simulated and --device belong together: measured is this process's device alone")
     for option, seconds in (("--budget", budget), ("--call-budget", call_budget)):
         if seconds is not None and not seconds > 0:
             raise typer.BadParameter(f"{seconds} is not a positive number of seconds", param_hint=option)
+    if simulated and device is not None:
+        from tilewright.cli.simulating import simulate_and_report
+
+        raise typer.Exit(simulate_and_report(target, call, device))
     from tilewright.cli.mistakes import user_mistakes
     from tilewright.cli.tuning import tune_and_report
     from tilewright.ops import Tuner

@@ -314,7 +314,7 @@ def _follow(topic: Topic, own: Selection, published: dict[str, Any]) -> Selectio
             f"{jax.process_index()} cannot run: {'; '.join(why)}. Install the same packages for all processes. "
             f"{_REMEDY}"
         )
-    just_measured = published["step"] == "autotune" and own.step in ("nearest", "heuristic")
+    just_measured = published["step"] == "autotune" and own.step in ("simulated", "nearest", "heuristic")
     if (type(own.config) is not type(config) or own.config != config) and not just_measured:
         own_origin = f"{own.step}, {own.detail}" if own.detail else own.step
         logger.warning(

@@ -15,7 +15,7 @@ class Selection:
     Attributes:
       config: the config.
       step: the step of the chain that it came from: "explicit", "overlay", "lock", "agreed", "memory", "disk",
-        "shipped", "autotune", "nearest" or "heuristic".
+        "shipped", "autotune", "simulated", "nearest" or "heuristic".
       key: the key under which the call was looked up; empty for an explicit config.
       time_ms: the config's measured time, if there is one.
       detail: for people: which lock, which process decided and from which of its steps, or which shapes it was measured

@@ -16,7 +16,7 @@ from tilewright.ops.config import agreement, unbuilt
 from tilewright.ops.config.chooser import ConfigChooser, Selection
 from tilewright.ops.config.context import AutotunePolicy, Overrides, current_overrides
 from tilewright.ops.config.job_store import is_distributed
-from tilewright.ops.config.lockfile import ActiveLock
+from tilewright.ops.config.lockfile import ActiveLock, key_fields
 from tilewright.ops.config.memory import ConfigCache
 from tilewright.ops.config.nearest import NearestTable
 from tilewright.ops.config.persistent import PersistentCache
@@ -28,6 +28,7 @@ from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.kernel.names import ConfigHolder, key_is_of, register_config_holder
 from tilewright.ops.utils.describe import describe_key
 from tilewright.ops.utils.hook import Hook
+from tilewright.ops.utils.serialize import canonical_json
 from tilewright.ops.utils.target import active_target
 from tilewright.ops.utils.untraced import measurement_lock
 
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 Event = Callable[[Any], None]
 
 # Steps whose configs were not measured for the call: they never block a tuning and are never stored on disk.
-_GUESSES = ("nearest", "heuristic")
+_GUESSES = ("simulated", "nearest", "heuristic")
 # Steps whose configs the user did not ask for: those that must be compiled first are skipped.
 _UNTUNED = ("shipped", *_GUESSES)
 
@@ -51,8 +52,8 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
     """Takes the first answer of its steps.
 
     The steps: explicit, overlays, lock, what processes agreed on, memory, disk, shipped tables, autotuning if allowed,
-    the nearest shape in the shipped tables, heuristic. In a program of several processes ``choose`` returns what the
-    leader of the call decides (`agreement`).
+    what was simulated, the nearest shape in the shipped tables, heuristic. In a program of several processes ``choose``
+    returns what the leader of the call decides (`agreement`).
 
     A cached config that the kernel cannot run is logged and counts as a miss. From a shipped table's entry the fastest
     config that can run is taken, since the fastest of all may need a package that is not installed. A config from the
@@ -325,6 +326,8 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
 
     def _guess(self, inv: Invocation[Any, Any]) -> Selection:
         """The config that runs if nothing was measured for the call."""
+        if (simulated := self._of_simulator(inv)) is not None:
+            return simulated
         preferred = None
         for near in self._near(inv):
             if not unbuilt.missing(inv, near.config):
@@ -334,6 +337,14 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
             preferred = inv.kernel.preferred_cfg(inv)
         config = inv.kernel.heuristic_cfg(inv)
         return Selection(config, "heuristic", inv.key, preferred=None if preferred == config else preferred)
+
+    def _of_simulator(self, inv: Invocation[Any, Any]) -> Selection | None:
+        """The config that a simulator found for the very call, while its source is what was simulated."""
+        if self.persistent is None or inv.target.kind != "tpu" or not self.persistent.has_file(simulated_key(inv)):
+            return None
+        expected = inv.kernel.config_type(inv)
+        found = self.persistent.get(simulated_key(inv), expected_type=expected, source=inv.kernel.source)
+        return None if found is None or not _can_run(inv, found) else Selection(found, "simulated", inv.key)
 
     def _near(self, inv: Invocation[Any, Any]) -> Iterator[Selection]:
         """The configs of the nearest shapes in the shipped tables that can run the call, built or not."""
@@ -419,6 +430,12 @@ class ConfigSelectorChain(ConfigChooser, ConfigHolder):
             return entry.metadata.get("time_ms")
         shipped = self.shipped(inv)
         return None if shipped is None else next((c.time_ms for c in shipped.candidates if c.config == cfg), None)
+
+
+def simulated_key(inv: Invocation[Any, Any]) -> str:
+    """The key under which the disk cache holds what was simulated for a call: of another device than all calls have."""
+    fields = key_fields(inv.key)
+    return canonical_json({**fields, "device": f"{fields['device']}, simulated"})
 
 
 def measured_sources(inv: Invocation[Any, Any], configs: Iterable[Any]) -> str:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import math
 import os
 import re
 import resource
@@ -21,17 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import core as jax_core
 
 from tilewright.ops.tuning.isolation import Worker, WorkerDied
 from tilewright.ops.utils.known_devices import chip_by_name, find_device
 from tilewright.ops.utils.target import target_device
 
-MAX_STEPS = 128
-"""Steps of a kernel's grid up to which the simulator takes seconds; its time and memory grow with them."""
+MAX_STEPS = 512
+"""Steps of a kernel's grid that are simulated: 128 take seconds, 512 a minute and 2.4 GB, 32768 take 18 GB."""
 
 _MEMORY = 14 << 30  # the simulator takes all that there is for a grid of many steps
 _LARGE = 4 << 30  # bytes after which a process is replaced
 _SECONDS = 180.0  # blocks of thousands of rows are unrolled for minutes
+_FATAL = re.compile(r"Static LLO profiling of \S+ failed: (.*)")
 _OPS = re.compile(r"^HLO: %?(\S+)", re.MULTILINE)
 _COUNTS = re.compile(r"^ - (\w+(?: \w+)?): \((\d+)/(\d+)\)", re.MULTILINE)
 # Of one jax.Device: the clock is its peak over what its matrix units compute in a cycle.
@@ -62,6 +65,7 @@ class TpuReport:
       kernels: those of ours, by name.
       cycles: by the simulator for every operation, by name; empty where it was not run or ended the process.
       error: what it says where it cannot compile; empty if it can.
+      unsimulated: the reason for which the simulator ended the process; empty if it did not.
     """
 
     peak_bytes: int = 0
@@ -69,6 +73,7 @@ class TpuReport:
     kernels: dict[str, TpuKernel] = dataclasses.field(default_factory=dict)
     cycles: dict[str, int] = dataclasses.field(default_factory=dict)
     error: str = ""
+    unsimulated: str = ""
 
     @property
     def bundles(self) -> int:
@@ -134,15 +139,19 @@ def report(
       tpu: its name, as ``target_device`` takes it.
       make: ``"module:function"``, which is called there with the arguments and options. It returns the function to
         compile, its arguments as ``ShapeDtypeStruct`` and, of a program for several devices, perhaps the mesh.
-      simulate: run the simulator, which wants few steps of a grid, at most ``MAX_STEPS``.
+      simulate: run the simulator; a grid of more than ``MAX_STEPS`` is an error of the report.
       devices: those that the program runs on.
     """
     try:
         return _compiler(simulate).report(tpu, devices, make, arguments, options)
     except WorkerDied as error:
-        if simulate:  # at instructions that the simulator does not know it ends the process
-            return report(tpu, make, *arguments, devices=devices, **options)
-        return TpuReport(error=str(error))
+        died = str(error)
+        if not simulate:
+            return TpuReport(error=died)
+    # At instructions that the simulator does not know it ends the process.
+    reason = _FATAL.search(died)
+    compiled = report(tpu, make, *arguments, devices=devices, **options)
+    return dataclasses.replace(compiled, unsimulated=reason[1] if reason else died.partition("\n")[0])
 
 
 class _Compiler:
@@ -161,7 +170,7 @@ class _Compiler:
         """
         worker = self._worker = self._worker or self._started()
         try:
-            found: dict[str, Any] = worker.ask(_SECONDS, self._folder.name, *job)
+            found: dict[str, Any] = worker.ask(_SECONDS, self._simulate, self._folder.name, *job)
         except WorkerDied:
             self._worker = None
             raise
@@ -195,7 +204,7 @@ def _compiler(simulate: bool) -> _Compiler:
 
 
 def _answer(
-    folder: Path, tpu: str, devices: int, make: str, arguments: tuple[Any, ...], options: dict[str, Any]
+    simulate: bool, folder: Path, tpu: str, devices: int, make: str, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> dict[str, Any]:
     """The fields of a `TpuReport`."""
     for path in folder.iterdir():
@@ -210,12 +219,23 @@ def _answer(
                 stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
             # A function of its own: nothing is taken from an earlier trace.
             traced = jax.jit(lambda *args: function(*args)).trace(*structs)
+            if simulate and (steps := max(_steps(traced.jaxpr.jaxpr), default=0)) > MAX_STEPS:
+                raise ValueError(f"a grid of {steps} steps is too long to be simulated, {MAX_STEPS} at most")
             compiled = traced.lower(lowering_platforms=("tpu",)).compile(device_assignment=target.devices)
     except Exception as error:  # what cannot be compiled is a result
         return {"error": f"{type(error).__name__}: {error}".partition(" [type.googleapis.com")[0][:4000]}
     peak = compiled.memory_analysis().peak_memory_in_bytes
     seconds = round(time.monotonic() - start, 2)
     return {"peak_bytes": peak, "seconds": seconds, "kernels": dict(_kernels(folder)), "cycles": dict(_cycles(folder))}
+
+
+def _steps(jaxpr: Any) -> Iterator[int]:
+    """The steps of the grid of each Pallas kernel in a program."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield math.prod(eqn.params["grid_mapping"].grid)
+        for inner in jax_core.jaxprs_in_params(eqn.params):
+            yield from _steps(inner)
 
 
 def _kernels(folder: Path) -> Iterator[tuple[str, dict[str, int]]]:
@@ -246,8 +266,8 @@ def _main() -> None:
     connection = Connection(int(sys.argv[1]))
     with contextlib.suppress(EOFError, BrokenPipeError):  # nobody asks any more
         while True:
-            folder, *job = connection.recv()
-            connection.send(("ok", _answer(Path(folder), *job), _held_bytes()))
+            simulate, folder, *job = connection.recv()
+            connection.send(("ok", _answer(simulate, Path(folder), *job), _held_bytes()))
     os._exit(0)  # libtpu's threads may not end by themselves
 
 

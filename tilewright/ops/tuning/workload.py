@@ -173,34 +173,17 @@ class Workload:
 
     def _add_cotangents(self, chooser: ConfigChooser) -> None:
         """Runs the forward pass, draws cotangents, and turns the call into its backward stage."""
-        inv, count = self._inv, len(self.operands)
-        forward_inv = forward_of(inv)
-        forward = chooser.lookup(forward_inv)
-        pair = gradient_form(inv.kernel) == "residuals"
-        stage = dataclasses.replace(self._call, stage="forward" if pair else "run")
-        avals = [jax.typeof(operand) for operand in self.operands]
-        declared = inv.kernel.types_cfg(is_split=False)
-        of_types = stage.program(
-            forward.config if declared is None else declared, avals, forward_inv.mapped, self._device
-        )
-        tree = stage.tree(results_of(of_types))
-        code = self._stage(stage, forward.config, forward_inv.mapped)
-        results = tree.unflatten(jax.jit(self._on_mesh(code))(*self.operands))
-        out, residuals = results if pair else (results, ())
+        inv = self._inv
+        forward = chooser.lookup(forward_of(inv))
+        stage, results = forward_stage(inv, self._call, self.operands, forward.config)
+        code = self._stage(stage, forward.config, forward_of(inv).mapped)
+        results = jax.tree.unflatten(jax.tree.structure(results), jax.jit(self._on_mesh(code))(*self.operands))
+        out, residuals = results_and_residuals(inv, results)
         keys = iter(jax.random.split(jax.random.key(SEED + 1), 1 + len(jax.tree.leaves(out))))
         cotangents = jax.tree.map(lambda x: _cotangent(next(keys), x), out)
-        per_output = tuple(cotangents) if isinstance(cotangents, tuple | list) else (cotangents,)
-        rest, extra = split((residuals, per_output))
-        self._num_cotangents = len(jax.tree.leaves(per_output))
+        self._num_cotangents = len(jax.tree.leaves(cotangents))
+        self._call, self._mapped, rest = backward_stage(inv, self._call, self.operands, residuals, cotangents)
         self.operands += [self._placed(jnp.asarray(x)) for x in rest]
-        # All results of a mapped forward pass are mapped.
-        self._mapped = tuple(
-            dataclasses.replace(axis, mapped=axis.mapped[:count] + (True,) * len(rest)) for axis in inv.mapped
-        )
-        backward = dataclasses.replace(self._call, stage="backward", extra=extra)
-        known = known_results(backward, [jax.typeof(x) for x in self.operands], self._mapped, self._device)
-        given = known.tree.unflatten(known.avals)
-        self._call = dataclasses.replace(backward, wanted=tuple(g is not None for g in given))
 
     def _oracle(self) -> tuple[float, list["_Answer"]]:
         """The policy's factor, and the reference's results for the whole call or for some parts of it."""
@@ -317,6 +300,43 @@ def forward_of(inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
     count = len(split((inv.abstract_args, inv.abstract_kwargs))[0])
     mapped = tuple(dataclasses.replace(axis, mapped=axis.mapped[:count]) for axis in inv.mapped)
     return dataclasses.replace(inv, direction="forward", mapped=mapped)
+
+
+def forward_stage(inv: Invocation[Any, Any], call: Call, operands: Sequence[Any], config: object) -> tuple[Call, Any]:
+    """The stage of a call whose results its backward pass starts from, and these, abstract."""
+    stage = dataclasses.replace(call, stage="forward" if gradient_form(inv.kernel) == "residuals" else "run")
+    declared = inv.kernel.types_cfg(is_split=False)
+    avals = [jax.typeof(operand) for operand in operands]
+    known = results_of(
+        stage.program(config if declared is None else declared, avals, forward_of(inv).mapped, inv.target)
+    )
+    return stage, stage.tree(known).unflatten([known.avals[i] for i in stage.picked(known)])
+
+
+def results_and_residuals(inv: Invocation[Any, Any], results: Any) -> tuple[Any, Any]:
+    """The outputs of a call and what its backward pass needs beside its arguments, from the results of the stage."""
+    out, residuals = results if gradient_form(inv.kernel) == "residuals" else (results, ())
+    return out, residuals
+
+
+def backward_stage(
+    inv: Invocation[Any, Any], call: Call, operands: Sequence[Any], residuals: Any, cotangents: Any
+) -> tuple[Call, tuple[MappedAxis, ...], list[Any]]:
+    """The backward stage of a call, its mapped axes, and its operands behind those of the call.
+
+    Args:
+      cotangents: those of the outputs, ``None`` for those that have none.
+    """
+    per_output = tuple(cotangents) if isinstance(cotangents, tuple | list) else (cotangents,)
+    rest, extra = split((residuals, per_output))
+    # All results of a mapped forward pass are mapped.
+    mapped = tuple(
+        dataclasses.replace(axis, mapped=axis.mapped[: len(operands)] + (True,) * len(rest)) for axis in inv.mapped
+    )
+    backward = dataclasses.replace(call, stage="backward", extra=extra)
+    known = known_results(backward, [jax.typeof(x) for x in (*operands, *rest)], mapped, inv.target)
+    given = known.tree.unflatten(known.avals)
+    return dataclasses.replace(backward, wanted=tuple(g is not None for g in given)), mapped, list(rest)
 
 
 def _poison(like: Shaped) -> jax.Array:
