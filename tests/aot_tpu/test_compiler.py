@@ -39,13 +39,20 @@ def test_too_much_vmem_is_an_error_that_says_how_much(tpu: str) -> None:
     assert not found.kernels
 
 
+def test_a_long_grid_is_not_simulated() -> None:
+    found = report("TPU v6e", f"{KERNELS}:matmul", 2048, 128, simulate=True)
+    assert found.error == "ValueError: a grid of 4096 steps is too long to be simulated, 512 at most"
+
+
 def test_what_is_refused_in_the_process_is_a_result() -> None:
     assert report("TPU v5e", f"{KERNELS}:refused").error == "ValueError: this is refused when it is traced"
 
 
 def test_a_process_that_ends_is_replaced() -> None:
     assert "exited with code 9" in report("TPU v5e", f"{KERNELS}:lost").error
-    assert "exited with code 9" in report("TPU v5e", f"{KERNELS}:lost", simulate=True).error
+    lost = report("TPU v5e", f"{KERNELS}:lost", simulate=True)
+    assert "exited with code 9" in lost.error
+    assert lost.unsimulated == "it exited with code 9"
     assert report("TPU v5e", f"{KERNELS}:matmul", 256, 256, simulate=True).cycles
 
 

@@ -1,1 +1,1 @@
-"""The devices that the kernels for TPUs are for, and the launch of these kernels."""
+"""Parts that all kernels for TPUs share: the devices they are for, and their launch."""
