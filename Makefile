@@ -127,7 +127,7 @@ aot: .aot/installed
 
 aot-tpu: .aot/tpu-installed
 	@TILEWRIGHT_HYPOTHESIS_PROFILE=$(PROFILE) JAX_PLATFORMS=cpu $(AOT_TPU)/bin/python -m pytest -n $(JOBS) --dist worksteal \
-	  -o addopts='-ra --strict-markers --import-mode=importlib' --suite full tests/aot_tpu $(PYTEST_ARGS)
+	  -o addopts='-ra --strict-markers --import-mode=importlib' --suite full tests/aot_tpu tests/ops/utils/test_topology.py $(PYTEST_ARGS)
 
 # An environment of its own: with libtpu beside it, jax in the other would look for a TPU.
 .aot/tpu-installed: pyproject.toml .python-version $(STAMP)
