@@ -8,7 +8,7 @@ from tests.aot_tpu.cycles import TOLERANCE, Budget, budgets, libtpu, recorded
 AGAIN = "python -m tests.aot_tpu.cycles --write"
 
 
-@pytest.mark.parametrize("budget", budgets(), ids=lambda budget: f"{budget.name}-{budget.tpu}")
+@pytest.mark.parametrize("budget", list(budgets()), ids=lambda budget: f"{budget.name}-{budget.tpu}")
 def test_cycles_are_as_recorded(budget: Budget) -> None:
     record = recorded()
     if libtpu() != record["libtpu"]:
