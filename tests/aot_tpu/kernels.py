@@ -24,24 +24,26 @@ def _matmul(x_ref: Any, y_ref: Any, out_ref: Any, sums: Any) -> None:
 
 
 def matmul(size: int, block: int) -> Any:
-    """A product of two square matrices, in square blocks."""
+    """A product with a square matrix, of a square one or of other rows, in square blocks."""
     struct = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)
 
     def product(x: jax.Array, y: jax.Array) -> jax.Array:
-        return run_kernel(
+        rows = x.shape[0]
+        found: jax.Array = run_kernel(
             _matmul, x, y,
             role="matmul",
-            grid=(size // block,) * 3,
+            grid=(rows // block, size // block, size // block),
             orders=("parallel", "parallel", "arbitrary"),
             in_specs=[
                 pl.BlockSpec((block, block), lambda i, j, k: (i, k)),
                 pl.BlockSpec((block, block), lambda i, j, k: (k, j)),
             ],
             out_specs=pl.BlockSpec((block, block), lambda i, j, k: (i, j)),
-            out_shape=struct,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
             scratch_shapes=[pltpu.VMEM((block, block), jnp.float32)],
-            flops=2 * size**3,
+            flops=2 * rows * size**2,
         )  # fmt: skip
+        return found
 
     return product, (struct, struct)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.aot_tpu import kernels
 from tests.every_op.matrix import OpCall
 from tilewright.kernels import kernel
 from tilewright.modules import (
@@ -112,6 +113,9 @@ GROUPS = (((512, 256), P()), *[((8, 256, 512), ROWS)] * 2)
 SPLIT = {
     "attention, explicit axes": Split(causal, QKV, AxisType.Explicit),
     "attention, automatic axes": Split(causal, QKV, AxisType.Auto),
+    "a kernel in shard_map": Split(
+        kernels.matmul(256, 128)[0], (((1024, 256), ROWS), ((256, 256), P())), out=ROWS, inference=True
+    ),
     "ring attention": over_length("ring"),
     "all-gather attention": over_length("all_gather"),
     "ulysses attention": over_length("ulysses"),

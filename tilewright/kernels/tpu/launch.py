@@ -45,7 +45,7 @@ def run_kernel(
     name = device_kernel_name(role)
     call = pl.pallas_call(
         body,
-        out_shape=out_shape,
+        out_shape=_varying_like(operands, out_shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=scalars,
             grid=tuple(grid),
@@ -66,3 +66,13 @@ def run_kernel(
     )
     with jax.named_scope(name):
         return call(*operands)
+
+
+def _varying_like(operands: Sequence[jax.Array], out_shape: Any) -> Any:
+    """The results' types, varying over the manual mesh axes over which any operand does: ``shard_map`` checks that."""
+    kinds = [jax.typeof(operand).manual_axis_type for operand in operands]
+    varying = frozenset[str]().union(*(kind.varying for kind in kinds))
+    if not varying:
+        return out_shape
+    kind = type(kinds[0])(varying=varying)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind), out_shape)
