@@ -32,7 +32,7 @@ _LOSS = {"tokens": 1024, "d": 1024, "vocab": 8192}
 CALLS: dict[str, dict[str, dict[str, Any]]] = {
     "flash_attention": {
         "causal 4k, d 128": _ATTENTION | {"head_dim": 128},
-        "causal 4k, d 256": _ATTENTION | {"head_dim": 256},
+        "causal 2k, d 256": _ATTENTION | {"head_dim": 256, "q_length": 2048, "kv_length": 2048},
     },
     "page_attention": {"8 sequences of 2k": _SERVING},
     "ragged_page_attention": {"8 sequences of 2k": _SERVING},
