@@ -7,7 +7,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tilewright.kernels.tpu.device import vmem_bytes
+from tilewright.kernels.tpu.device import VMEM_RESERVE, vmem_bytes
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.running import device_kernel_name
 
@@ -30,6 +30,7 @@ def run_kernel(
     bytes_accessed: int = 0,
     aliases: dict[int, int] | None = None,
     has_side_effects: bool = False,
+    vmem: int | None = None,
 ) -> Any:
     """Runs ``body(*scalar_refs, *in_refs, *out_refs, *scratch_refs)`` in every step of a grid; returns the outputs.
 
@@ -41,8 +42,11 @@ def run_kernel(
       flops, transcendentals, bytes_accessed: of all steps, by which XLA schedules other operations beside the kernel.
       aliases: operands that outputs replace in place, by position among all operands.
       has_side_effects: the kernel writes what is no output.
+      vmem: bytes of VMEM that the kernel's blocks and scratch take; by default the kernel gets all that there are.
+        XLA keeps arrays of its own only in what a kernel leaves.
     """
     name = device_kernel_name(role)
+    limit = vmem_bytes(current_device()) if vmem is None else vmem + VMEM_RESERVE
     call = pl.pallas_call(
         body,
         out_shape=_varying_like(operands, out_shape),
@@ -55,7 +59,7 @@ def run_kernel(
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=tuple(orders),
-            vmem_limit_bytes=vmem_bytes(current_device()),
+            vmem_limit_bytes=limit,
             has_side_effects=has_side_effects,
         ),
         cost_estimate=pl.CostEstimate(
