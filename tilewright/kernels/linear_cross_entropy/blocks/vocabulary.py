@@ -127,14 +127,12 @@ class Head:
     def vocab(self) -> int:
         return self.width - self.padding
 
-    def aligned(self) -> "Head":
-        """The same with a matrix of a multiple of `ALIGNED` columns, a padded copy if it has others."""
-        return dataclasses.replace(
-            self,
-            weight=padded(self.weight, ALIGNED, self.vocab_axis),
-            bias=None if self.bias is None else padded(self.bias, ALIGNED, 0),
-            padding=aligned(self.width) - self.vocab,
-        )
+    def aligned(self, multiple: int = ALIGNED) -> "Head":
+        """The same with a matrix of a multiple of so many columns, a padded copy if it has others."""
+        weight = padded(self.weight, multiple, self.vocab_axis)
+        bias = None if self.bias is None else padded(self.bias, multiple, 0)
+        padding = weight.shape[self.vocab_axis] - self.vocab
+        return dataclasses.replace(self, weight=weight, bias=bias, padding=padding)
 
 
 def block_logits(head: Head, block: Block, x: jax.Array) -> jax.Array:
@@ -199,12 +197,12 @@ def add_gradients(
     if of_weight is not None:
         left, right = (narrow, x) if head.vocab_axis == 0 else (x, narrow)
         part, before = dot(left, right, (tokens, tokens), None, head.wide), block.of(of_weight, head.vocab_axis)
-        if complete:
+        if not complete:
+            part = part + before
+        elif head.width % block.size:
             # Classes that are not fresh have their gradients from the block before.
             fresh = block.fresh[:, None] if head.vocab_axis == 0 else block.fresh
             part = jnp.where(fresh, part.astype(before.dtype), before)
-        else:
-            part = part + before
         of_weight = block.written(of_weight, part, head.vocab_axis)
     if of_bias is not None:
         of_bias = block.written(of_bias, block.of(of_bias, 0) + gradient.astype(head.wide).sum(tokens), 0)
