@@ -40,6 +40,7 @@ from tilewright.ops.utils.stable_ids import stable_id
 BACKENDS = (
     "tilewright.kernels.linear_cross_entropy.hopper.backend:HopperLinearCrossEntropy",
     "tilewright.kernels.linear_cross_entropy.triton.backend:TritonLinearCrossEntropy",
+    "tilewright.kernels.linear_cross_entropy.tpu.backend:TpuLinearCrossEntropy",
     "tilewright.kernels.linear_cross_entropy.xla.backend:XlaLinearCrossEntropy",
 )
 """The backends of every op over statistics of one head."""
