@@ -1,0 +1,45 @@
+"""What libtpu compiles of the cross-entropy's kernels: every TPU takes their first configs, in little memory."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.aot_tpu.compiler import TPUS, report
+from tilewright.modules import linear_cross_entropy
+
+CALLS: dict[str, dict[str, Any]] = {
+    "llama 3": {"tokens": 8192, "d": 4096, "vocab": 128256},
+    "qwen": {"tokens": 4096, "d": 8192, "vocab": 151936, "vocab_first": True},
+    "gpt 2": {"tokens": 1000, "d": 768, "vocab": 50257, "vocab_first": True, "label_smoothing": 0.1},
+    "float32": {"tokens": 2048, "d": 2048, "vocab": 32000, "dtype": "float32", "logits_soft_cap": 30.0},
+}
+
+
+def make(tokens: int, d: int, vocab: int, dtype: str = "bfloat16", **options: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The loss with the gradients of x and weight."""
+    struct, vocab_first = jax.ShapeDtypeStruct, options.get("vocab_first", False)
+    arrays = (
+        struct((tokens, d), jnp.dtype(dtype)),
+        struct((vocab, d) if vocab_first else (d, vocab), jnp.dtype(dtype)),
+        struct((tokens,), jnp.int32),
+    )
+    return jax.value_and_grad(lambda *given: linear_cross_entropy(*given, **options), (0, 1)), arrays
+
+
+@pytest.mark.parametrize("tpu", TPUS)
+@pytest.mark.parametrize("name", CALLS)
+def test_loss_and_gradients(name: str, tpu: str):
+    call = CALLS[name]
+    found = report(tpu, "tests.aot_tpu.test_linear_cross_entropy:make", **call)
+    assert not found.error, found.error
+    assert found.bundles  # of our kernels, not of XLA's matmuls
+    itemsize = jnp.dtype(call.get("dtype", "bfloat16")).itemsize
+    x, weight = (itemsize * call["d"] * call[each] for each in ("tokens", "vocab"))
+    # Arguments and results; a block of gradients of logits; x in the order of the tokens, its gradient in float32; and
+    # a matrix, with its gradient, that is padded to a multiple of 128 classes.
+    padded = 2 * weight if call["vocab"] % 128 else 0
+    assert found.peak_bytes < 2 * (x + weight) + (1 << 29) + 12 * call["tokens"] * call["d"] + padded + (1 << 28)
+    # The sums of a product of several registers' width: they do not fit into registers, and go beside the products.
+    assert found.spills < 0.4 * found.bundles
