@@ -30,6 +30,7 @@ from tilewright.kernels.linear_cross_entropy.tpu.params import (
     TpuLossBackwardParams,
     TpuLossParams,
     TpuTile,
+    vocab_block,
 )
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import linear_cross_entropy
@@ -179,9 +180,23 @@ def test_params(name: str, fields: dict[str, Any]):
     for listed in check_candidates(BACKEND, inputs, find_device(name).device, least=1).values():
         for params in listed:
             assert case.tokens * params.block_vocab * dtype.itemsize <= 1.1 * WORKSPACE
-            # A block of an odd number of registers would be cut into steps of one.
             size = min(params.block_vocab, -(-case.vocab // 128) * 128)
-            assert params.gradient.dividing(size) * 2 > min(params.gradient.block_classes, size)
+            assert params.gradient.dividing(size) >= min(256, params.gradient.block_classes, size)
+
+
+def test_sizes_of_blocks():
+    """One that divides the vocabulary, where one does; else one that leaves room for copies of the matrix."""
+    struct = jax.ShapeDtypeStruct
+
+    def block(tokens: int, d: int, vocab: int) -> int:
+        arrays = struct((tokens, d), jnp.bfloat16), struct((d, vocab), jnp.bfloat16), struct((tokens,), jnp.int32)
+        return vocab_block(LinearCrossEntropy().prepare(*arrays).structs, TpuTile(1024, 512))
+
+    assert block(8192, 4096, 131072) == 32768
+    assert block(32, 128, 1000) == 1024
+    assert block(9000, 4096, 131072) == 16384
+    for tokens, d, vocab in ((4096, 8192, 151936), (8192, 4096, 128256)):
+        assert (tokens + d) * (block(tokens, d, vocab) - 512) * 2 <= WORKSPACE  # rounded up to steps of 512
 
 
 def test_wrong_params():

@@ -146,10 +146,14 @@ def listed_params(inputs: LossInputs, direction: Direction, vmem: int) -> list[P
 
 
 def vocab_block(inputs: LossInputs, tile: TpuTile) -> int:
-    """Classes of a block of the gradients of all tokens."""
-    width: int = -(-inputs.vocab // LANES) * LANES
+    """Classes of a block of the gradients of all tokens: a part of the vocabulary that divides it, if one does."""
+    width = -(-inputs.vocab // LANES) * LANES
     itemsize = jnp.dtype(narrow_dtype(inputs.x.dtype, inputs.weight.dtype)).itemsize
-    limit = max(WORKSPACE // (max(inputs.tokens, 1) * itemsize), tile.block_classes)
-    if limit >= width and tile.dividing(width) * 2 > min(tile.block_classes, width):
-        return width
-    return even_blocks(width, min(limit, width - 1), tile.block_classes)
+    count = -(-width * inputs.tokens * itemsize // WORKSPACE)
+    for each in range(count, 2 * count):
+        # Steps of a register's lanes alone would leave half of a matrix unit idle.
+        if width % (each * LANES) == 0 and tile.dividing(width // each) >= min(2 * LANES, width):
+            return width // each
+    # Of blocks that overlap XLA copies the rows or columns of the matrix and of its gradient.
+    limit = max(WORKSPACE // ((inputs.tokens + inputs.d) * itemsize), tile.block_classes)
+    return even_blocks(width, min(limit, max(width - 1, 1)), tile.block_classes)
