@@ -260,8 +260,10 @@ class GatedConformance(GluConformance):
     def test_matrices_of_some_groups(self, offset: int):
         inputs = inputs_of(dataclasses.replace(GATED, sizes=(9, 8, 13, 4)))
         assert inputs.up is not None
-        of_two = {"rhs": inputs.rhs[:2], "up": inputs.up[:2], "group_offset": jnp.int32(offset)}
-        self.run_and_check(inputs.replace(**of_two), self.rounded)
+        of_two = inputs.replace(rhs=inputs.rhs[:2], up=inputs.up[:2], group_offset=jnp.int32(offset))
+        if declined := self.reasons(of_two, "forward"):
+            pytest.skip("; ".join(declined))
+        self.run_and_check(of_two, self.rounded)
 
     def test_recomputing_gives_the_same(self):
         inputs = inputs_of(GATED)

@@ -9,12 +9,13 @@ import pytest
 
 import tilewright
 from tests.kernels.conftest import H100
-from tests.kernels.matmul.grouped_conformance import CASES, GroupedConformance, inputs_of
+from tests.kernels.matmul.grouped_conformance import CASES, GatedConformance, GroupedConformance, inputs_of
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.xla import ragged_dot
-from tilewright.kernels.matmul.xla.ragged_dot import RaggedDot
+from tilewright.kernels.matmul.xla.params import XlaGluBackwardParams
+from tilewright.kernels.matmul.xla.ragged_dot import GatedRaggedDot, RaggedDot
 from tilewright.kernels.op.choice import Choice, PerDirection
-from tilewright.modules import grouped_matmul
+from tilewright.modules import gated_grouped_matmul, grouped_matmul
 from tilewright.ops import BwdParams, FwdParams
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device
@@ -27,6 +28,15 @@ class TestRaggedDot(GroupedConformance):
 
     def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
         return FwdParams(), BwdParams()
+
+
+class TestGated(GatedConformance):
+    backend = GatedRaggedDot()
+    recomputing = XlaGluBackwardParams(recompute=True)
+    recomputed_within = 1e-6
+
+    def params(self, inputs: MatmulInputs) -> tuple[Any, Any]:
+        return FwdParams(), XlaGluBackwardParams()
 
 
 @pytest.mark.parametrize(
@@ -83,11 +93,16 @@ def _gradients(*operands: Any) -> Any:
     return jax.grad(total, argnums=(0, 1))(*operands)
 
 
+def _gated_gradients(lhs: Any, rhs: Any, sizes: Any) -> Any:
+    total = lambda lhs, gate, up: gated_grouped_matmul(lhs, gate, up, sizes).astype(jnp.float32).sum()
+    return jax.grad(total, argnums=(0, 1, 2))(lhs, rhs, 2 * rhs)
+
+
 @pytest.mark.parametrize("name", ["TPU v5e", "TPU v6e", "TPU7x"])
 def test_first_on_tpus_in_both_directions(name: str):
     """Also on the explicit axes of the mesh in force, and without a loop over blocks."""
     with tilewright.target_device(name):
-        for function, products in ((grouped_matmul, 1), (_gradients, 2)):
+        for function, products in ((grouped_matmul, 1), (_gradients, 2), (_gated_gradients, 6)):
             chosen = {str(each.config).partition("(")[0] for each in tilewright.explain(function, *TPU_CALL)}
             assert chosen == {"ragged_dot"}
             text = jax.jit(function).lower(*TPU_CALL).as_text()

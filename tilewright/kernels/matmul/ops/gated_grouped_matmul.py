@@ -34,6 +34,7 @@ class GatedGroupedMatmul(MatmulKernel):
                 "tilewright.kernels.matmul.hopper.backend:HopperGatedGroupedMatmul",
                 # As for ``grouped_matmul``, which was measured: the loops of XLA are those of this op, too.
                 "tilewright.kernels.matmul.triton.backend:TritonGatedGroupedMatmul",
+                "tilewright.kernels.matmul.xla.ragged_dot:GatedRaggedDot",
                 "tilewright.kernels.matmul.xla.backend:XlaGatedGroupedMatmul",
             ),
         )

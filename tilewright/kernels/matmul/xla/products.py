@@ -29,7 +29,7 @@ class DenseProducts(Products):
 
     def forward(self) -> Sequence[jax.Array]:
         products = [self._dot(self.inputs.lhs, x, self.inputs.k_axes) for x in self.inputs.weights.values()]
-        return [x.astype(self.inputs.out_dtype) for x in _results(self.inputs, products)]
+        return [x.astype(self.inputs.out_dtype) for x in results_of(self.inputs, products)]
 
     def rows(self, d_product: jax.Array) -> jax.Array:
         return d_product
@@ -67,7 +67,7 @@ class GroupedProducts(Products):
     def forward(self) -> Sequence[jax.Array]:
         def step(block: Block, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             # All products of a block before the next block: its rows are read once, and are still in the cache.
-            rows = _results(self.inputs, [each.forward(block) for each in self.each.values()])
+            rows = results_of(self.inputs, [each.forward(block) for each in self.each.values()])
             return tuple(block.written(array, x) for array, x in zip(results, rows, strict=True))
 
         return self._over_rows(step, [self.inputs.n] * self.inputs.num_results, self.inputs.out_dtype)
@@ -95,7 +95,7 @@ class GroupedProducts(Products):
         return tuple(x[: first.rows] for x in arrays) if first.padding else arrays
 
 
-def _results(inputs: MatmulInputs, products: Sequence[jax.Array]) -> Sequence[jax.Array]:
+def results_of(inputs: MatmulInputs, products: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """The results of products, not rounded: of a gated op the output, and both where they are kept."""
     if inputs.activation is None:
         return products

@@ -1,23 +1,26 @@
 """``jax.lax.ragged_dot`` as a backend: what XLA makes of it on a device, with rows and group sizes made safe for it."""
 
-from collections.abc import Iterable
+import abc
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tilewright.kernels.matmul.backend import MatmulBackend, Products
 from tilewright.kernels.matmul.groups import matrix_bounds, owned
-from tilewright.kernels.matmul.inputs import MatmulInputs, MatmulResults
+from tilewright.kernels.matmul.inputs import MatmulInputs
+from tilewright.kernels.matmul.xla.params import XlaGluBackwardParams
+from tilewright.kernels.matmul.xla.products import results_of
 from tilewright.kernels.numerics.dots import accumulator
-from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 from tilewright.ops.utils.device import current_device
 
 
-class RaggedDot(Backend[MatmulInputs, Any, FwdParams, BwdParams]):
+class _RaggedDot[Backward](MatmulBackend[FwdParams, Backward], abc.ABC):
     """Serves calls with a matrix for every group and without scales.
 
     On CPUs and GPUs XLA computes it with all rows for every group, on CPUs in memory ``groups`` times that of lhs, and
@@ -29,7 +32,7 @@ class RaggedDot(Backend[MatmulInputs, Any, FwdParams, BwdParams]):
 
     name: ClassVar[str] = "ragged_dot"
     platform: ClassVar[Platform] = Platform.XLA
-    serves: ClassVar[frozenset[str]] = frozenset({"group_sizes", "transpose_rhs", "precision"})
+    serves: ClassVar[frozenset[str]] = frozenset({"up", "activation", "group_sizes", "transpose_rhs", "precision"})
 
     def reasons(self, inputs: MatmulInputs, device: Device, direction: Direction) -> list[str]:
         if direction == "backward" and device.kind == "gpu":
@@ -41,21 +44,55 @@ class RaggedDot(Backend[MatmulInputs, Any, FwdParams, BwdParams]):
     def deprioritized(self, inputs: MatmulInputs, device: Device, direction: Direction) -> bool:
         return device.kind != "tpu"
 
-    def candidates(self, inputs: MatmulInputs, device: Device, direction: Direction) -> Iterable[FwdParams | BwdParams]:
-        return [FwdParams() if direction == "forward" else BwdParams()]
+    def candidates(self, inputs: MatmulInputs, device: Device, direction: Direction) -> Iterable[Any]:
+        return [self.forward_params() if direction == "forward" else self.backward_params()]
 
-    def forward(self, inputs: MatmulInputs, params: FwdParams) -> MatmulResults:
-        return MatmulResults(_ragged_dot(inputs.lhs, inputs, 1 - _n_axis(inputs), inputs.out_dtype))
+    def products(self, inputs: MatmulInputs, params: FwdParams | Backward) -> Products:
+        return _RaggedProducts(inputs)
 
-    def backward(
-        self, inputs: MatmulInputs, results: object, cotangents: jax.Array, params: BwdParams
-    ) -> dict[str, Any]:
-        gradients = {}
-        if inputs.wants("lhs"):
-            gradients["lhs"] = _ragged_dot(cotangents, inputs, _n_axis(inputs), inputs.lhs.dtype)
-        if inputs.wants("rhs"):
-            gradients["rhs"] = _ragged_contraction(inputs, cotangents)
-        return gradients
+
+class RaggedDot(_RaggedDot[BwdParams]):
+    """Serves ``grouped_matmul``."""
+
+    def recomputed_by(self, params: BwdParams) -> None:
+        return None
+
+
+class GatedRaggedDot(_RaggedDot[XlaGluBackwardParams]):
+    """Serves ``gated_grouped_matmul`` by a call for each matrix, of rows that are read twice."""
+
+    backward_params: ClassVar[type] = XlaGluBackwardParams
+
+    def recomputed_by(self, params: XlaGluBackwardParams) -> FwdParams | None:
+        return FwdParams() if params.recompute else None
+
+
+class _RaggedProducts(Products):
+    """The matmuls of rows in groups."""
+
+    def __init__(self, inputs: MatmulInputs) -> None:
+        self.inputs = inputs
+        self.each = {name: inputs.product(name) for name in inputs.weights}
+
+    def forward(self) -> Sequence[jax.Array]:
+        inputs = self.inputs
+        # The activation is of sums that are not rounded.
+        dtype = inputs.out_dtype if inputs.activation is None else inputs.accumulator
+        products = [_ragged_dot(each.lhs, each, 1 - _n_axis(each), dtype) for each in self.each.values()]
+        return [x.astype(inputs.out_dtype) for x in results_of(inputs, products)]
+
+    def rows(self, d_product: jax.Array) -> jax.Array:
+        return d_product
+
+    def d_lhs(self, d_products: Sequence[jax.Array]) -> jax.Array:
+        inputs = self.inputs
+        dtype = inputs.lhs.dtype if inputs.activation is None else inputs.accumulator
+        pairs = zip(self.each.values(), d_products, strict=True)
+        first, *others = (_ragged_dot(d_product, each, _n_axis(each), dtype) for each, d_product in pairs)
+        return sum(others, first)
+
+    def d_weight(self, name: str, d_product: jax.Array) -> jax.Array:
+        return _ragged_contraction(self.each[name], d_product)
 
 
 def _n_axis(inputs: MatmulInputs) -> int:
