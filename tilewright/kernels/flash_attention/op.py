@@ -97,6 +97,7 @@ class FlashAttention(PortfolioKernel[AttentionInputs, Results]):
             version="1",
             backends=(
                 "tilewright.kernels.flash_attention.hopper.backend:PallasGpuFlashAttention",
+                "tilewright.kernels.flash_attention.tpu.backend:TpuFlashAttention",
                 "tilewright.kernels.flash_attention.cuda.backend:CudaFlashAttention",
                 "tilewright.kernels.flash_attention.cudnn.backend:CudnnFlashAttention",
                 "tilewright.kernels.flash_attention.fa4.backend:Fa4FlashAttention",

@@ -30,7 +30,7 @@ def run_kernel(
     bytes_accessed: int = 0,
     aliases: dict[int, int] | None = None,
     has_side_effects: bool = False,
-    vmem: int | None = None,
+    vmem_limit: int | None = None,
 ) -> Any:
     """Runs ``body(*scalar_refs, *in_refs, *out_refs, *scratch_refs)`` in every step of a grid; returns the outputs.
 
@@ -42,11 +42,10 @@ def run_kernel(
       flops, transcendentals, bytes_accessed: of all steps, by which XLA schedules other operations beside the kernel.
       aliases: operands that outputs replace in place, by position among all operands.
       has_side_effects: the kernel writes what is no output.
-      vmem: bytes of VMEM that the kernel's blocks and scratch take; by default the kernel gets all that there are.
-        XLA keeps arrays of its own only in what a kernel leaves.
+      vmem_limit: bytes of VMEM that the kernel may have; all by default. XLA keeps arrays of its own beside a kernel
+        that asks for less, and refuses some programs whose kernel asks for all.
     """
-    name = device_kernel_name(role)
-    limit = vmem_bytes(current_device()) if vmem is None else vmem + VMEM_RESERVE
+    name, available = device_kernel_name(role), vmem_bytes(current_device())
     call = pl.pallas_call(
         body,
         out_shape=_varying_like(operands, out_shape),
@@ -59,7 +58,7 @@ def run_kernel(
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=tuple(orders),
-            vmem_limit_bytes=limit,
+            vmem_limit_bytes=min(vmem_limit or available, available),
             has_side_effects=has_side_effects,
         ),
         cost_estimate=pl.CostEstimate(

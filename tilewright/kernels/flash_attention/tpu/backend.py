@@ -1,0 +1,76 @@
+"""The backend of flash attention for TPUs: what it serves, its configs, and the way to its kernels."""
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.operands import with_cleared_rows, with_cleared_values, with_positive_scale
+from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
+from tilewright.kernels.flash_attention.tpu.backward import attention_backward
+from tilewright.kernels.flash_attention.tpu.forward import attention_forward
+from tilewright.kernels.flash_attention.tpu.params import TpuTiles
+from tilewright.kernels.op.backend import Backend
+from tilewright.kernels.op.choice import Platform
+from tilewright.kernels.tpu.device import device_reasons, vmem_bytes
+from tilewright.ops.types import Device, Direction
+from tilewright.ops.utils.device import current_device
+
+DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
+
+MAX_HEAD_DIM = 256
+
+RESIDENT_SHARE = 3
+"""The part of VMEM for the gradients of a head's keys and values is one in so many."""
+
+
+class TpuFlashAttention(Backend[AttentionInputs, Results, TpuTiles, TpuTiles]):
+    """Serves float32 and bfloat16 of head dims to 256 on TPU v5e, v5p, v6e and v7x."""
+
+    name: ClassVar[str] = "tpu"
+    platform: ClassVar[Platform] = Platform.PALLAS
+    keeps_lowering: ClassVar[bool] = True
+    forward_params: ClassVar[type] = TpuTiles
+    backward_params: ClassVar[type] = TpuTiles
+    serves: ClassVar[frozenset[str]] = frozenset(
+        {"bias", "mask", "softmax_aux", "dropout_seed", "dropout_prob", "logits_soft_cap", "precision"}
+    )
+
+    def reasons(self, inputs: AttentionInputs, device: Device, direction: Direction) -> list[str]:
+        reasons = device_reasons(device)
+        if inputs.dtype not in DTYPES:
+            reasons.append(f"computes in float32 or bfloat16, got dtype={inputs.dtype}")
+        if max(inputs.head_dim, inputs.value_dim) > MAX_HEAD_DIM:
+            reasons.append(
+                f"head dims go to {MAX_HEAD_DIM}, got head_dim={inputs.head_dim}, value_dim={inputs.value_dim}"
+            )
+        if inputs.bias is not None and inputs.bias.dtype == np.float64:
+            reasons.append("a bias is added in float32, got float64")
+        return reasons
+
+    def candidates(self, inputs: AttentionInputs, device: Device, direction: Direction) -> list[TpuTiles]:
+        return [TpuTiles()]
+
+    def forward(self, inputs: AttentionInputs, params: TpuTiles) -> Results:
+        """``(out, lse)``."""
+        if inputs.is_empty:
+            return empty_forward(inputs)
+        return attention_forward(with_cleared_values(with_positive_scale(inputs)), params)
+
+    def backward(
+        self,
+        inputs: AttentionInputs,
+        results: Results,
+        cotangents: tuple[Array, Array | None],
+        params: TpuTiles,
+    ) -> dict[str, Any]:
+        """Gradients for query, key, value, bias and softmax_aux, from any backend's ``(out, lse)``."""
+        if inputs.is_empty:
+            return empty_backward(inputs, *results, *cotangents)
+        inputs, d_out = with_cleared_rows(inputs, cotangents[0])
+        negative_scale, inputs = inputs.softmax_scale < 0, with_positive_scale(inputs)
+        resident = vmem_bytes(current_device()) // RESIDENT_SHARE
+        gradients = attention_backward(inputs, *results, d_out, cotangents[1], params, resident)
+        return gradients | {"query": -gradients["query"]} if negative_scale else gradients
