@@ -7,14 +7,18 @@ import numpy as np
 from jaxtyping import Array
 
 from tilewright.kernels.flash_attention.inputs import AttentionInputs
+from tilewright.kernels.flash_attention.masking import split_mask
 from tilewright.kernels.flash_attention.operands import with_cleared_rows, with_cleared_values, with_positive_scale
 from tilewright.kernels.flash_attention.results import Results, empty_backward, empty_forward
 from tilewright.kernels.flash_attention.tpu.backward import attention_backward
+from tilewright.kernels.flash_attention.tpu.call import Plan
+from tilewright.kernels.flash_attention.tpu.configs import listed_tiles
 from tilewright.kernels.flash_attention.tpu.forward import attention_forward
 from tilewright.kernels.flash_attention.tpu.params import TpuTiles
+from tilewright.kernels.flash_attention.tpu.schedule import MAX_ENTRIES
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
-from tilewright.kernels.tpu.device import device_reasons, vmem_bytes
+from tilewright.kernels.tpu.device import LANES, device_reasons, vmem_bytes
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.device import current_device
 
@@ -48,10 +52,19 @@ class TpuFlashAttention(Backend[AttentionInputs, Results, TpuTiles, TpuTiles]):
             )
         if inputs.bias is not None and inputs.bias.dtype == np.float64:
             reasons.append("a bias is added in float32, got float64")
-        return reasons
+        return reasons + _table_reasons(inputs, listed_tiles(inputs, device, direction)[0])
 
     def candidates(self, inputs: AttentionInputs, device: Device, direction: Direction) -> list[TpuTiles]:
-        return [TpuTiles()]
+        return listed_tiles(inputs, device, direction)
+
+    def deprioritized(self, inputs: AttentionInputs, device: Device, direction: Direction) -> bool:
+        """True for a few queries, of which XLA computes no more than there are; blocks have at least 128."""
+        return inputs.q_length <= LANES // 2
+
+    def config_reasons(
+        self, inputs: AttentionInputs, device: Device, direction: Direction, params: TpuTiles
+    ) -> list[str]:
+        return _table_reasons(inputs, params)
 
     def forward(self, inputs: AttentionInputs, params: TpuTiles) -> Results:
         """``(out, lse)``."""
@@ -74,3 +87,16 @@ class TpuFlashAttention(Backend[AttentionInputs, Results, TpuTiles, TpuTiles]):
         resident = vmem_bytes(current_device()) // RESIDENT_SHARE
         gradients = attention_backward(inputs, *results, d_out, cotangents[1], params, resident)
         return gradients | {"query": -gradients["query"]} if negative_scale else gradients
+
+
+def _table_reasons(inputs: AttentionInputs, params: TpuTiles) -> list[str]:
+    """The reason why scalar memory has no room for the table of the blocks that arrays of a mask leave."""
+    if inputs.is_empty or split_mask(inputs.mask)[1] is None:
+        return []
+    grid = Plan(inputs, params).grid
+    if grid.q_tiles * grid.kv_tiles <= MAX_ENTRIES:
+        return []
+    return [
+        f"a table of visible blocks has {MAX_ENTRIES} entries, got score_shape={inputs.score_shape} "
+        f"in blocks of {grid.block_q} x {grid.block_k}"
+    ]

@@ -38,7 +38,7 @@ from tilewright.kernels.flash_attention.tpu.call import (
 )
 from tilewright.kernels.flash_attention.tpu.params import TpuTiles, Unit
 from tilewright.kernels.flash_attention.tpu.schedule import Corner, plan_schedule
-from tilewright.kernels.flash_attention.tpu.scores import kept, logits, run_units
+from tilewright.kernels.flash_attention.tpu.scores import KEPT, kept, logits, run_units
 from tilewright.kernels.tpu.device import LANES
 
 
@@ -143,6 +143,8 @@ def _keys_in_range(inputs: AttentionInputs, plan: Plan, rows: Rows, keys: tuple[
         block = (1, 1, grid.block_q, grid.block_k)
         results["d_scores"] = Operand(scores, block, lambda b, h, i, j: (b, h, i, j - keys[0]))
     scratch = {"accumulator": (grid.block_q, head_dim)} | dict.fromkeys(("lse", "delta"), (grid.block_q, LANES))
+    if inputs.dropout:
+        scratch[KEPT] = (grid.block_q, grid.block_k)
     axes = [
         (inputs.batch, "parallel"), (inputs.kv_heads, "parallel"), (groups, "arbitrary"), (grid.q_tiles, "arbitrary"),
     ]  # fmt: skip
@@ -196,7 +198,7 @@ def _add(
     p = jnp.exp2((x - lanes(refs["lse"][rows, :], unit.columns)) * plan.factor)
     used = p
     if plan.inputs.dropout:
-        keep_scale = jnp.where(kept(block, unit), 1.0 / (1.0 - plan.inputs.drawn_dropout), 0.0)
+        keep_scale = kept(block, unit) * (1.0 / (1.0 - plan.inputs.drawn_dropout))
         used, d_probabilities = p * keep_scale, d_probabilities * keep_scale
     d_scores = p * (d_probabilities - lanes(refs["delta"][rows, :], unit.columns))
     if slope is not None:

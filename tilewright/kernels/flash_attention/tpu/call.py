@@ -16,7 +16,7 @@ from tilewright.kernels.flash_attention.inputs import AttentionInputs, dropout_k
 from tilewright.kernels.flash_attention.mask_terms import MaskParts
 from tilewright.kernels.flash_attention.masking import FAR
 from tilewright.kernels.flash_attention.tpu.params import TpuTiles, Unit, balanced_block, units
-from tilewright.kernels.flash_attention.tpu.schedule import Corner, Schedule, Step
+from tilewright.kernels.flash_attention.tpu.schedule import Kinds, Schedule, Step
 from tilewright.kernels.masks import TileGrid
 from tilewright.kernels.tpu.device import LANES, SUBLANES
 from tilewright.kernels.tpu.launch import Order, run_kernel
@@ -207,13 +207,13 @@ class Turn(NamedTuple):
     """A step of the grid: whether it is the first or the last of its block of queries, and what it computes.
 
     Attributes:
-      corners: of `Schedule.corners`.
+      kinds: of all steps.
     """
 
     begins: Any
     ends: Any
     visited: Step
-    corners: Sequence[Corner]
+    kinds: Kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +260,7 @@ class Launch:
 
             return mapped
 
-        corners = schedule.corners()
+        kinds = schedule.kinds()
 
         def kernel(*refs: Any) -> None:
             named = dict(zip(names, refs, strict=True))
@@ -268,7 +268,7 @@ class Launch:
             step = pl.program_id(len(self.axes))
             b, h, i = self.indices(*axes)
             visited = schedule.step(named.get("entries"), b, h, i, step)
-            turn = Turn(step == 0, step == schedule.steps - 1, visited, corners)
+            turn = Turn(step == 0, step == schedule.steps - 1, visited, kinds)
             body(Block(plan, named, b, h, i, visited.block), turn)
 
         specs = [[pl.BlockSpec(each.block, index_map(each)) for each in side.values()] for side in (operands, results)]

@@ -24,7 +24,7 @@ from tilewright.kernels.flash_attention.results import HIDING_BIAS, Results
 from tilewright.kernels.flash_attention.tpu.call import DIM_STEP, Block, Launch, Operand, Plan, Turn, lanes, rounded_up
 from tilewright.kernels.flash_attention.tpu.params import TpuTiles, Unit
 from tilewright.kernels.flash_attention.tpu.schedule import Corner, plan_schedule
-from tilewright.kernels.flash_attention.tpu.scores import kept, logits, run_units
+from tilewright.kernels.flash_attention.tpu.scores import KEPT, kept, logits, run_units
 from tilewright.kernels.numerics.softmax import sinks_lse
 from tilewright.kernels.tpu.device import LANES
 
@@ -62,6 +62,8 @@ def attention_forward(inputs: AttentionInputs, tiles: TpuTiles) -> Results:
     scratch = {"maximum": (block_q, LANES), "accumulator": (block_q, _accumulated(plan))}
     if not _sums_by_matmul(plan):
         scratch["sums"] = (block_q, LANES)
+    if inputs.dropout:
+        scratch[KEPT] = (block_q, plan.grid.block_k)
     axes = [(inputs.batch, "parallel"), (inputs.heads, "parallel"), (plan.grid.q_tiles, "parallel")]
     launch = Launch(plan, schedule, axes, lambda b, h, i: (b, h, i))
     scalars = plan.scalars(inputs, entries)
@@ -136,7 +138,7 @@ def _update(block: Block, scores: jax.Array, unit: Unit, corner: Corner | None) 
     if not _sums_by_matmul(plan):
         refs["sums"][rows, :] = correction * refs["sums"][rows, :] + jnp.sum(p, axis=1, keepdims=True)
         if plan.inputs.dropout:
-            p = jnp.where(kept(block, unit), p, 0.0)
+            p = p * kept(block, unit)
     elif not _sums_in_padding(plan):
         value = jnp.concatenate([value, jnp.ones((unit.columns, LANES), value.dtype)], axis=1)
     accumulator = refs["accumulator"]
@@ -148,15 +150,17 @@ def _finish(block: Block) -> None:
     """O divided by l, and lse; 0 and −∞ of a row that sees nothing."""
     plan, refs = block.plan, block.refs
     accumulator, maximum = refs["accumulator"], refs["maximum"][...]
-    if _sums_by_matmul(plan):
-        total = accumulator[:, plan.inputs.value_dim : plan.inputs.value_dim + 1]
+    width = refs["out"].shape[3]
+    if _sums_in_padding(plan):
+        column = accumulator[:, plan.inputs.value_dim : plan.inputs.value_dim + 1]
+        total = jnp.broadcast_to(column, maximum.shape)
     else:
-        total = refs["sums"][:, 0:1]
+        total = accumulator[:, width:] if _sums_by_matmul(plan) else refs["sums"][...]
     empty = total == 0.0
     total = jnp.where(empty, 1.0, total)
     # The dropout's factor multiplies O once, instead of every P.
     keep_scale = 1.0 / (1.0 - plan.inputs.drawn_dropout)
-    out = accumulator[:, : refs["out"].shape[3]] * jnp.where(empty, 0.0, keep_scale / total)
+    out = accumulator[:, :width] * lanes(jnp.where(empty, 0.0, keep_scale / total), width)
     refs["out"][0, 0] = out.astype(refs["out"].dtype)
     lse = jnp.where(empty, -jnp.inf, maximum * plan.scale + jnp.log(total))
     refs["lse"][0, 0] = lse.T[0:1]

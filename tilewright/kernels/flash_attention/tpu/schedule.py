@@ -42,6 +42,21 @@ class Corner(NamedTuple):
     limit: Any
 
 
+class Kinds(NamedTuple):
+    """The kinds of steps that a schedule has.
+
+    Attributes:
+      other: whether there are any that compute nothing, or apply the mask.
+      full, masked: whether there are blocks that the mask does not touch, and such that it does.
+      corners: of those that it does; empty if they are too many, or only a table knows them.
+    """
+
+    other: bool
+    full: bool
+    masked: bool
+    corners: list[Corner]
+
+
 MAX_CORNERS = 4
 """Most corners that have code of their own, which leaves out what the band hides: it is compiled for each."""
 
@@ -68,14 +83,13 @@ class Schedule:
         low, high = self._visible(np.arange(self.grid.q_tiles, dtype=np.int64), np)
         return max(int(np.max(high - low)) + 1, 1)
 
-    def corners(self) -> list[Corner]:
-        """The corners of all blocks that a static band or the end of the keys touches; empty if they are too many, or
-        only a table knows them.
-        """
+    def kinds(self) -> Kinds:
+        """The kinds of blocks that there are, as far as a static band tells; of a table there may be any."""
         grid, band = self.grid, self.band
         if self.table is not None:
-            return []
+            return Kinds(True, True, True, [])
         found: dict[Corner, None] = {}
+        full = 0
         for row in range(grid.q_tiles):
             low, high = (int(bound) for bound in self._visible(np.int64(row), np))
             for block in range(low, high + 1):
@@ -85,11 +99,11 @@ class Schedule:
                 )
                 limit = grid.kv_length - block * grid.block_k
                 if inside and limit >= grid.block_k:
-                    continue
-                found[Corner(None if inside else difference, limit if limit < grid.block_k else None)] = None
-                if len(found) > MAX_CORNERS:
-                    return []
-        return list(found)
+                    full += 1
+                else:
+                    found[Corner(None if inside else difference, limit if limit < grid.block_k else None)] = None
+        empty = full < grid.q_tiles * self.steps
+        return Kinds(empty, full > 0, bool(found), list(found) if len(found) <= MAX_CORNERS else [])
 
     def visited(self) -> int:
         """The number of blocks that the static band leaves."""

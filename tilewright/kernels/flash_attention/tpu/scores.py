@@ -15,6 +15,9 @@ from tilewright.kernels.flash_attention.tpu.schedule import Corner
 from tilewright.kernels.numerics.dropout import BLOCK, PAIR, keep_threshold, philox2x32
 from tilewright.kernels.tpu.device import LANES
 
+KEPT = "kept"
+"""The buffer ``[block_q, block_k]`` of a block's dropout."""
+
 
 def run_units(
     block: Block, turn: Turn, first: Callable[[Unit], Any], rest: Callable[[Any, Unit, Corner | None], None]
@@ -36,17 +39,23 @@ def run_units(
             rest(found, unit, corner)
             found = ahead
 
-    pl.when(visited.full)(lambda: in_turn(plan.units, None))
+    kinds = turn.kinds
+    if plan.inputs.dropout:
+        pl.when(visited.full | visited.masked)(lambda: _draw(block))
+    if kinds.full and not kinds.other:
+        in_turn(plan.units, None)
+    elif kinds.full:
+        pl.when(visited.full)(lambda: in_turn(plan.units, None))
     difference = block.column * grid.block_k - block.row * grid.block_q
-    for corner in turn.corners:
+    for corner in kinds.corners:
         units = visible_units(plan.units, plan.parts.band, corner)
         here = visited.masked
-        if len(turn.corners) > 1:
+        if len(kinds.corners) > 1:
             limit = grid.kv_length - block.column * grid.block_k
             here = here & (limit >= grid.block_k if corner.limit is None else limit == corner.limit)
             here = here if corner.difference is None else here & (difference == corner.difference)
         pl.when(here)(lambda units=units, corner=corner: in_turn(units, corner))
-    if not turn.corners:
+    if kinds.masked and not kinds.corners:
         limit = grid.kv_length - block.column * grid.block_k if grid.kv_length % grid.block_k else None
         pl.when(visited.masked)(lambda: in_turn(plan.units, Corner(difference, limit)))
 
@@ -102,7 +111,7 @@ def _visible(block: Block, unit: Unit, corner: Corner) -> Any:
         if parts.segments is not None:
             terms.append(queries[:, 0:1] == keys[0:1])
         terms += [keys[1:2] >= queries[:, 1:2], keys[1:2] <= queries[:, 2:3]]
-    else:
+    elif corner.difference is not None:
         shape = (unit.rows, unit.columns)
         moved = corner.difference + unit.column - unit.row
         difference = lax.broadcasted_iota(jnp.int32, shape, 1) - lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -119,19 +128,30 @@ def _visible(block: Block, unit: Unit, corner: Corner) -> Any:
 
 
 def kept(block: Block, unit: Unit) -> Any:
-    """Which probabilities of a unit the dropout keeps (`kernels.numerics.dropout`).
+    """1 for the probabilities of a unit that the dropout keeps, else 0."""
+    return block.refs[KEPT][pl.ds(unit.row, unit.rows), pl.ds(unit.column, unit.columns)]
 
-    A call of Philox serves the rows r and r + 8: two of the registers' tiles of 8 rows.
+
+def _draw(block: Block) -> None:
+    """Draws what the dropout keeps of a block (`kernels.numerics.dropout`).
+
+    In a loop, since a call of Philox is a hundred operations. It serves the rows r and r + 8: two of the registers'
+    tiles of 8 rows.
     """
-    inputs = block.plan.inputs
+    grid, inputs = block.plan.grid, block.plan.inputs
     keys, first = block.refs["dropout_keys"], 2 * (block.batch * inputs.heads + block.head)
     key, second = (keys[first + word].astype(jnp.uint32) for word in range(2))
-    row, column = block.corner(unit)
-    calls = (unit.rows // 2, unit.columns)
-    rows = (lax.div(row, jnp.int32(2)) + lax.broadcasted_iota(jnp.int32, calls, 0)).astype(jnp.uint32)
-    columns = (column + lax.broadcasted_iota(jnp.int32, (1, unit.columns), 1)).astype(jnp.uint32)
+    calls = (PAIR, grid.block_k)
+    columns = block.column * grid.block_k + lax.broadcasted_iota(jnp.int32, (1, grid.block_k), 1)
+    columns = columns.astype(jnp.uint32)
     numbers = jnp.broadcast_to(((columns >> 4 << 3) | (columns & (PAIR - 1))) ^ second, calls)
-    words = [word.reshape(-1, PAIR, unit.columns) for word in philox2x32(key, (rows, numbers))]
-    shape = (unit.rows // BLOCK * BLOCK, unit.columns)
-    word = jnp.stack(words, axis=1).reshape(shape)
-    return (word >> ((columns & PAIR) << 1)) & 0xFFFF >= jnp.uint32(keep_threshold(inputs.drawn_dropout))
+    threshold = jnp.uint32(keep_threshold(inputs.drawn_dropout))
+
+    def rows(number: Any, _: None) -> None:
+        row = lax.div(block.row * grid.block_q, jnp.int32(2)) + number * PAIR
+        counter = (row + lax.broadcasted_iota(jnp.int32, calls, 0)).astype(jnp.uint32), numbers
+        drawn = [(word >> ((columns & PAIR) << 1)) & 0xFFFF for word in philox2x32(key, counter)]
+        found = jnp.concatenate([jnp.where(half >= threshold, 1.0, 0.0) for half in drawn], axis=0)
+        block.refs[KEPT][pl.ds(pl.multiple_of(number * BLOCK, BLOCK), BLOCK), :] = found
+
+    lax.fori_loop(0, grid.block_q // BLOCK, rows, None)
