@@ -86,7 +86,8 @@ class TpuFlashAttention(Backend[AttentionInputs, Results, TpuTiles, TpuTiles]):
         negative_scale, inputs = inputs.softmax_scale < 0, with_positive_scale(inputs)
         resident = vmem_bytes(current_device()) // RESIDENT_SHARE
         gradients = attention_backward(inputs, *results, d_out, cotangents[1], params, resident)
-        return gradients | {"query": -gradients["query"]} if negative_scale else gradients
+        d_query = gradients["query"]
+        return gradients if d_query is None or not negative_scale else gradients | {"query": -d_query}
 
 
 def _table_reasons(inputs: AttentionInputs, params: TpuTiles) -> list[str]:

@@ -16,7 +16,6 @@ Every sum has one order, so gradients repeat bit for bit.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,15 +39,16 @@ from tilewright.kernels.flash_attention.tpu.params import TpuTiles, Unit
 from tilewright.kernels.flash_attention.tpu.schedule import Corner, plan_schedule
 from tilewright.kernels.flash_attention.tpu.scores import KEPT, kept, logits, run_units
 from tilewright.kernels.tpu.device import LANES
+from tilewright.kernels.tpu.launch import Order
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """The arrays of queries in whole blocks: Q, dO, their transposes, and lse and delta in units of the logits."""
 
-    query: Any
-    d_out: Any
-    statistics: Any
+    query: jax.Array
+    d_out: jax.Array
+    statistics: jax.Array
 
 
 def attention_backward(
@@ -76,10 +76,10 @@ def attention_backward(
     for part in parts[1:]:
         d_query = d_query + part["d_query"]
 
-    def joined(name: str) -> Any:
+    def joined(name: str) -> jax.Array:
         return jnp.concatenate([part[name] for part in parts], axis=3) if len(parts) > 1 else parts[0][name]
 
-    def of_keys(name: str, dim: int, scale: float) -> Any:
+    def of_keys(name: str, dim: int, scale: float) -> jax.Array:
         whole = (joined(name) * scale).astype(inputs.dtype)
         return whole.transpose(0, 3, 1, 2)[:, : inputs.kv_length, :, :dim]
 
@@ -109,13 +109,13 @@ def key_ranges(plan: Plan, vmem: int) -> list[tuple[int, int]]:
     return [(first, min(first + blocks, plan.grid.kv_tiles)) for first in range(0, plan.grid.kv_tiles, blocks)]
 
 
-def _keys_in_range(inputs: AttentionInputs, plan: Plan, rows: Rows, keys: tuple[int, int]) -> dict[str, Any]:
-    """What a range of blocks of keys adds to dQ, their dKᵀ and dVᵀ, and dS if a bias has a gradient."""
+def _keys_in_range(inputs: AttentionInputs, plan: Plan, rows: Rows, keys: tuple[int, int]) -> dict[str, jax.Array]:
+    """A range of blocks of keys: its part of dQ, its dKᵀ and dVᵀ, and dS if a bias has a gradient."""
     schedule, entries = plan_schedule(inputs.mask, plan.grid, keys)
     grid, groups = plan.grid, inputs.groups
     head_dim, value_dim = rows.query.shape[3], rows.d_out.shape[3]
 
-    def transposed(array: Any) -> Operand:
+    def transposed(array: jax.Array) -> Operand:
         block = (1, 1, array.shape[3], grid.block_q)
         return Operand(array.transpose(0, 1, 3, 2), block, lambda b, h, i, j: (b, h, 0, i))
 
@@ -145,7 +145,7 @@ def _keys_in_range(inputs: AttentionInputs, plan: Plan, rows: Rows, keys: tuple[
     scratch = {"accumulator": (grid.block_q, head_dim)} | dict.fromkeys(("lse", "delta"), (grid.block_q, LANES))
     if inputs.dropout:
         scratch[KEPT] = (grid.block_q, grid.block_k)
-    axes = [
+    axes: list[tuple[int, Order]] = [
         (inputs.batch, "parallel"), (inputs.kv_heads, "parallel"), (groups, "arbitrary"), (grid.q_tiles, "arbitrary"),
     ]  # fmt: skip
     launch = Launch(plan, schedule, axes, lambda b, h, g, i: (b, h * groups + g, i))
@@ -176,7 +176,7 @@ def _step(block: Block, turn: Turn, first: int) -> None:
         scores = plan.dot(block.queries("query", unit), block.keys("key", unit), (1, 1))
         return scores, plan.dot(block.queries("d_out", unit), block.keys("value", unit), (1, 1))
 
-    run_units(block, turn, products, lambda found, unit, corner: _add(block, *found, unit, corner, first))
+    run_units(block, turn, products, lambda found, unit, corner: _add(block, found, unit, corner, first))
 
     @pl.when(turn.ends)
     def _() -> None:
@@ -184,16 +184,16 @@ def _step(block: Block, turn: Turn, first: int) -> None:
         refs["d_query"][0, 0] = d_query.astype(refs["d_query"].dtype)
 
 
-def _add(
-    block: Block, scores: jax.Array, d_probabilities: jax.Array, unit: Unit, corner: Corner | None, first: int
-) -> None:
+def _add(block: Block, found: tuple[jax.Array, ...], unit: Unit, corner: Corner | None, first: int) -> None:
     """Adds a unit to dQ, dK and dV.
 
     Args:
+      found: QKᵀ and dP.
       first: the first block of keys of the call.
     """
     plan, refs = block.plan, block.refs
     rows = pl.ds(unit.row, unit.rows)
+    scores, d_probabilities = found
     x, slope = logits(block, scores, unit, corner)
     p = jnp.exp2((x - lanes(refs["lse"][rows, :], unit.columns)) * plan.factor)
     used = p
@@ -208,7 +208,7 @@ def _add(
     dtype = plan.inputs.dtype
     used, d_scores = used.astype(dtype), d_scores.astype(dtype)
     refs["accumulator"][rows, :] += plan.dot(d_scores, block.keys("key", unit), (1, 0))
-    start = pl.multiple_of((block.column - first) * plan.grid.block_k, LANES)
+    start = pl.multiple_of(jnp.asarray((block.column - first) * plan.grid.block_k), LANES)
     columns = pl.ds(start + unit.column, unit.columns)
     refs["d_value"][0, 0, :, columns] += plan.dot(refs["d_out_t"][0, 0, :, rows], used, (1, 0))
     refs["d_key"][0, 0, :, columns] += plan.dot(refs["query_t"][0, 0, :, rows], d_scores, (1, 0))

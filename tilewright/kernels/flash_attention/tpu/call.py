@@ -17,6 +17,7 @@ from tilewright.kernels.flash_attention.mask_terms import MaskParts
 from tilewright.kernels.flash_attention.masking import FAR
 from tilewright.kernels.flash_attention.tpu.params import TpuTiles, Unit, balanced_block, units
 from tilewright.kernels.flash_attention.tpu.schedule import Kinds, Schedule, Step
+from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 from tilewright.kernels.masks import TileGrid
 from tilewright.kernels.tpu.device import LANES, SUBLANES
 from tilewright.kernels.tpu.launch import Order, run_kernel
@@ -31,16 +32,17 @@ UNIT_BYTES = 20 << 20
 
 _LIMITS = np.iinfo(np.int32)
 
-type Indices = tuple[Any, Any, Any, Any]
+type Indices = tuple[Scalar, ...]
 """Batch element, query head, block of queries, block of keys."""
 
 
-class Operand(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operand:
     """An array of a kernel, the shape of its blocks, and the block that goes with `Indices`."""
 
-    array: Any
+    array: jax.Array | jax.ShapeDtypeStruct
     block: tuple[int, ...]
-    index: Callable[..., tuple[Any, ...]]
+    index: Callable[[Scalar, Scalar, Scalar, Scalar], Indices]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Plan:
         """Of matmuls: exact ones of float32, of which the systolic array takes bfloat16 parts."""
         return jax.lax.Precision.HIGHEST if self.inputs.dtype == np.float32 else jax.lax.Precision.DEFAULT
 
-    def dot(self, a: Any, b: Any, axes: tuple[int, int]) -> jax.Array:
+    def dot(self, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
         """The float32 product of two matrices that contracts these axes."""
         contracted = (((axes[0],), (axes[1],)), ((), ()))
         return jax.lax.dot_general(a, b, contracted, precision=self.precision, preferred_element_type=jnp.float32)
@@ -100,19 +102,19 @@ class Plan:
         """The units of a block."""
         return units(self.grid.block_q, self.grid.block_k, self.tiles.unit_q, self.tiles.unit_k)
 
-    def rows_of_queries(self, array: Any, dim: int) -> Any:
+    def rows_of_queries(self, array: jax.Array, dim: int) -> jax.Array:
         """``[batch, heads, padded length, dim]`` of ``[batch, length, heads, _]``, with zeros in the padding."""
         return _padded(array.transpose(0, 2, 1, 3), {2: self.padded[0], 3: dim})
 
-    def rows_of_keys(self, array: Any, dim: int) -> Any:
+    def rows_of_keys(self, array: jax.Array, dim: int) -> jax.Array:
         """As `rows_of_queries`, of keys."""
         return _padded(array.transpose(0, 2, 1, 3), {2: self.padded[1], 3: dim})
 
-    def query_block(self, array: Any) -> Operand:
+    def query_block(self, array: jax.Array | jax.ShapeDtypeStruct) -> Operand:
         """Blocks of queries of ``[batch, heads, length, dim]``."""
         return Operand(array, (1, 1, self.grid.block_q, array.shape[3]), lambda b, h, i, j: (b, h, i, 0))
 
-    def key_block(self, array: Any) -> Operand:
+    def key_block(self, array: jax.Array) -> Operand:
         """Blocks of keys of ``[batch, kv_heads, length, dim]``."""
         groups = self.inputs.groups
         return Operand(array, (1, 1, self.grid.block_k, array.shape[3]), lambda b, h, i, j: (b, h // groups, j, 0))
@@ -134,7 +136,7 @@ class Plan:
             found["kv_rows"] = Operand(keys, (1, 2, block_k), lambda b, h, i, j: (_at(keys, 0, b), 0, j))
         return found
 
-    def _scores(self, array: Any) -> Operand:
+    def _scores(self, array: jax.Array) -> Operand:
         sizes = {axis: size for axis, size in zip((2, 3), self.padded, strict=True) if array.shape[axis] != 1}
         array = _padded(array, sizes)
         block_q = 1 if array.shape[2] == 1 else self.grid.block_q
@@ -145,7 +147,7 @@ class Plan:
             lambda b, h, i, j: tuple(_at(array, axis, index) for axis, index in enumerate((b, h, i, j))),
         )
 
-    def _rows(self, parts: MaskParts) -> tuple[Any, Any]:
+    def _rows(self, parts: MaskParts) -> tuple[jax.Array, jax.Array]:
         """Queries' segments and their lowest and highest visible positions, ``[batch | 1, length, 3]``; keys' segments
         and positions, ``[batch | 1, 2, length]``.
         """
@@ -159,7 +161,7 @@ class Plan:
         queries = jnp.stack([segments, lowest, highest], axis=2)
         return _padded(queries, {1: self.padded[0]}), _padded(kv_rows, {2: self.padded[1]})
 
-    def scalars(self, inputs: AttentionInputs, entries: Any) -> dict[str, Any]:
+    def scalars(self, inputs: AttentionInputs, entries: jax.Array | None) -> dict[str, jax.Array]:
         """The arrays in scalar memory, by name: the schedule's table, the dropout's keys."""
         found = {} if entries is None else {"entries": entries}
         keys = dropout_keys(inputs)
@@ -178,24 +180,19 @@ class Block:
     """
 
     plan: Plan
-    refs: Mapping[str, Any]
-    batch: Any
-    head: Any
-    row: Any
-    column: Any
+    refs: Mapping[str, Ref]
+    batch: Scalar
+    head: Scalar
+    row: Scalar
+    column: Scalar
 
-    def corner(self, unit: Unit) -> tuple[Any, Any]:
-        """The first query and the first key of a unit."""
-        grid = self.plan.grid
-        return self.row * grid.block_q + unit.row, self.column * grid.block_k + unit.column
-
-    def queries(self, name: str, unit: Unit) -> Any:
+    def queries(self, name: str, unit: Unit) -> jax.Array:
         return self.refs[name][0, 0, pl.ds(unit.row, unit.rows), :]
 
-    def keys(self, name: str, unit: Unit) -> Any:
+    def keys(self, name: str, unit: Unit) -> jax.Array:
         return self.refs[name][0, 0, pl.ds(unit.column, unit.columns), :]
 
-    def scores(self, name: str, unit: Unit) -> Any:
+    def scores(self, name: str, unit: Unit) -> jax.Array:
         """A unit of an array of scores, or a row or column of it that all queries or keys share."""
         ref = self.refs[name]
         rows = pl.ds(0, 1) if ref.shape[2] == 1 else pl.ds(unit.row, unit.rows)
@@ -210,8 +207,8 @@ class Turn(NamedTuple):
       kinds: of all steps.
     """
 
-    begins: Any
-    ends: Any
+    begins: Condition
+    ends: Condition
     visited: Step
     kinds: Kinds
 
@@ -228,15 +225,15 @@ class Launch:
     plan: Plan
     schedule: Schedule
     axes: Sequence[tuple[int, Order]]
-    indices: Callable[..., tuple[Any, Any, Any]]
+    indices: Callable[..., tuple[Scalar, Scalar, Scalar]]
 
     def run(
         self,
         body: Callable[[Block, Turn], None],
-        scalars: Mapping[str, Any],
+        scalars: Mapping[str, jax.Array],
         operands: Mapping[str, Operand],
         results: Mapping[str, Operand],
-        scratch: Mapping[str, Any],
+        scratch: Mapping[str, tuple[int, int]],
         *,
         role: str,
         matmuls: int,
@@ -251,8 +248,8 @@ class Launch:
         plan, schedule, names = self.plan, self.schedule, (*scalars, *operands, *results, *scratch)
         inputs, entry = plan.inputs, list(scalars).index("entries") if "entries" in scalars else None
 
-        def index_map(operand: Operand) -> Callable[..., tuple[Any, ...]]:
-            def mapped(*arguments: Any) -> tuple[Any, ...]:
+        def index_map(operand: Operand) -> Callable[..., Indices]:
+            def mapped(*arguments: Any) -> Indices:
                 *axes, step = arguments[: len(self.axes) + 1]
                 entries = None if entry is None else arguments[len(self.axes) + 1 + entry]
                 b, h, i = self.indices(*axes)
@@ -297,7 +294,7 @@ class Launch:
         return dict(zip(results, found, strict=True))
 
 
-def lanes(column: Any, columns: int) -> Any:
+def lanes(column: jax.Array, columns: int) -> jax.Array:
     """``[rows, columns]`` of ``[rows, 128]`` whose columns are the same."""
     if columns <= LANES:
         return column[:, :columns]
@@ -308,16 +305,16 @@ def rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _padded(array: Any, sizes: Mapping[int, int]) -> Any:
+def _padded(array: jax.Array, sizes: Mapping[int, int]) -> jax.Array:
     widths = [(0, sizes.get(axis, size) - size) for axis, size in enumerate(array.shape)]
     return jnp.pad(array, widths) if any(width for _, width in widths) else array
 
 
-def _at(array: Any, axis: int, index: Any) -> Any:
+def _at(array: jax.Array, axis: int, index: Scalar) -> Scalar:
     return 0 if array.shape[axis] == 1 else index
 
 
-def _saturated_sum(positions: Any, distance: int) -> Any:
+def _saturated_sum(positions: jax.Array, distance: int) -> jax.Array:
     return jnp.minimum(positions, _LIMITS.max - 1 - max(distance, 0)) + distance
 
 

@@ -27,6 +27,7 @@ from tilewright.kernels.flash_attention.tpu.schedule import Corner, plan_schedul
 from tilewright.kernels.flash_attention.tpu.scores import KEPT, kept, logits, run_units
 from tilewright.kernels.numerics.softmax import sinks_lse
 from tilewright.kernels.tpu.device import LANES
+from tilewright.kernels.tpu.launch import Order
 
 LOWEST_MAXIMUM = float(np.nextafter(np.float32(HIDING_BIAS), np.float32(0)))
 """The maximum of a row that has seen nothing: finite, so that P of a masked key is exp2(−∞) = 0 there, too, and above
@@ -49,8 +50,8 @@ def attention_forward(inputs: AttentionInputs, tiles: TpuTiles) -> Results:
     }
     sinks = sinks_lse(inputs.softmax_aux)
     if sinks is not None:
-        rows = jnp.broadcast_to((sinks / plan.scale)[:, None, None], (inputs.heads, 1, LANES))
-        operands["sinks"] = Operand(rows, (1, 1, LANES), lambda b, h, i, j: (h, 0, 0))
+        first = jnp.broadcast_to((sinks / plan.scale)[:, None, None], (inputs.heads, 1, LANES))
+        operands["sinks"] = Operand(first, (1, 1, LANES), lambda b, h, i, j: (h, 0, 0))
     (rows, _), block_q = plan.padded, plan.grid.block_q
     leading = (inputs.batch, inputs.heads)
     out = jax.ShapeDtypeStruct((*leading, rows, value_dim), inputs.dtype)
@@ -64,7 +65,11 @@ def attention_forward(inputs: AttentionInputs, tiles: TpuTiles) -> Results:
         scratch["sums"] = (block_q, LANES)
     if inputs.dropout:
         scratch[KEPT] = (block_q, plan.grid.block_k)
-    axes = [(inputs.batch, "parallel"), (inputs.heads, "parallel"), (plan.grid.q_tiles, "parallel")]
+    axes: list[tuple[int, Order]] = [
+        (inputs.batch, "parallel"),
+        (inputs.heads, "parallel"),
+        (plan.grid.q_tiles, "parallel"),
+    ]
     launch = Launch(plan, schedule, axes, lambda b, h, i: (b, h, i))
     scalars = plan.scalars(inputs, entries)
     found = launch.run(_step, scalars, operands, results, scratch, role="forward", matmuls=2)
@@ -93,10 +98,10 @@ def _step(block: Block, turn: Turn) -> None:
     def _() -> None:
         _begin(block)
 
-    def scores(unit: Unit) -> jax.Array:
-        return block.plan.dot(block.queries("query", unit), block.keys("key", unit), (1, 1))
+    def scores(unit: Unit) -> tuple[jax.Array]:
+        return (block.plan.dot(block.queries("query", unit), block.keys("key", unit), (1, 1)),)
 
-    run_units(block, turn, scores, lambda found, unit, corner: _update(block, found, unit, corner))
+    run_units(block, turn, scores, lambda found, unit, corner: _update(block, found[0], unit, corner))
 
     @pl.when(turn.ends)
     def _() -> None:

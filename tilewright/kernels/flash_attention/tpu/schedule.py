@@ -5,6 +5,7 @@ computes nothing, and loads nothing, since its blocks are those of the step befo
 """
 
 import dataclasses
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from tilewright.kernels.flash_attention.masking import FAR, Band, split_mask
+from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 from tilewright.kernels.masks import Mask, TileClass, TileClasses, TileGrid, reduce_classes
 
 MAX_ENTRIES = 1 << 16
@@ -25,9 +27,9 @@ them needs it."""
 class Step(NamedTuple):
     """A step of the grid: its block of keys, and whether that is computed without or with the mask."""
 
-    block: Any
-    full: Any
-    masked: Any
+    block: Scalar
+    full: Condition
+    masked: Condition
 
 
 class Corner(NamedTuple):
@@ -38,8 +40,8 @@ class Corner(NamedTuple):
       limit: the keys from its first one to the end of all keys; None if none of the block is behind them.
     """
 
-    difference: Any
-    limit: Any
+    difference: Scalar | None
+    limit: Scalar | None
 
 
 class Kinds(NamedTuple):
@@ -110,14 +112,14 @@ class Schedule:
         low, high = self._visible(np.arange(self.grid.q_tiles, dtype=np.int64), np)
         return int(np.sum(np.maximum(high - low + 1, 0)))
 
-    def fetched(self, entries: Any, batch: Any, head: Any, row: Any, step: Any) -> Any:
+    def fetched(self, entries: Ref | None, batch: Scalar, head: Scalar, row: Scalar, step: Scalar) -> Scalar:
         """The block of keys that is in VMEM in a step."""
         if self.table is not None:
             return lax.shift_right_logical(self._entry(entries, batch, head, row, step), 2)
         low, high = self._visible(row, jnp)
         return jnp.clip(low + step, self.first, jnp.maximum(high, self.first))
 
-    def step(self, entries: Any, batch: Any, head: Any, row: Any, step: Any) -> Step:
+    def step(self, entries: Ref | None, batch: Scalar, head: Scalar, row: Scalar, step: Scalar) -> Step:
         """What a step computes."""
         if self.table is not None:
             entry = self._entry(entries, batch, head, row, step)
@@ -140,16 +142,17 @@ class Schedule:
         kept = jnp.clip(block, self.first, jnp.maximum(high, self.first))
         return Step(kept, jnp.minimum(slack, reach) >= 0, (slack < 0) & (reach >= 0))
 
-    def _entry(self, entries: Any, batch: Any, head: Any, row: Any, step: Any) -> Any:
+    def _entry(self, entries: Ref | None, batch: Scalar, head: Scalar, row: Scalar, step: Scalar) -> jax.Array:
+        assert entries is not None
         batches, heads = self.table or (1, 1)
         index = (batch if batches > 1 else 0) * heads + (head if heads > 1 else 0)
         return entries[(index * self.grid.q_tiles + row) * self.steps + step]
 
-    def _visible(self, row: Any, xp: Any) -> tuple[Any, Any]:
+    def _visible(self, row: Scalar | np.integer | np.ndarray, xp: ModuleType) -> tuple[Any, Any]:
         """The first and the last block of keys that the band leaves to a block of queries; the last may be less."""
         grid = self.grid
 
-        def quotient(value: Any) -> Any:  # of values from 0 on: the device's division truncates
+        def quotient(value: jax.Array | np.ndarray) -> Any:  # of values from 0 on: the device's division truncates
             return value // grid.block_k if xp is np else lax.div(value, jnp.int32(grid.block_k))
 
         low: Any = row * 0 + self.first

@@ -1,8 +1,10 @@
 """The logits of a unit of scores on TPUs: scale, bias, soft cap, mask and dropout, in float32."""
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -20,7 +22,10 @@ KEPT = "kept"
 
 
 def run_units(
-    block: Block, turn: Turn, first: Callable[[Unit], Any], rest: Callable[[Any, Unit, Corner | None], None]
+    block: Block,
+    turn: Turn,
+    first: Callable[[Unit], tuple[jax.Array, ...]],
+    rest: Callable[[tuple[jax.Array, ...], Unit, Corner | None], None],
 ) -> None:
     """Computes what a step of the grid visits, by units.
 
@@ -33,11 +38,14 @@ def run_units(
     grid = plan.grid
 
     def in_turn(units: Sequence[Unit], corner: Corner | None) -> None:
+        if not units:  # of a block whose visible keys are behind the end
+            return
         found = first(units[0])
-        for unit, following in zip(units, [*units[1:], None], strict=True):
-            ahead = None if following is None else first(following)
+        for unit, following in itertools.pairwise(units):
+            ahead = first(following)
             rest(found, unit, corner)
             found = ahead
+        rest(found, units[-1], corner)
 
     kinds = turn.kinds
     if plan.inputs.dropout:
@@ -51,10 +59,10 @@ def run_units(
         units = visible_units(plan.units, plan.parts.band, corner)
         here = visited.masked
         if len(kinds.corners) > 1:
-            limit = grid.kv_length - block.column * grid.block_k
-            here = here & (limit >= grid.block_k if corner.limit is None else limit == corner.limit)
+            left = grid.kv_length - block.column * grid.block_k
+            here = here & (left >= grid.block_k if corner.limit is None else left == corner.limit)
             here = here if corner.difference is None else here & (difference == corner.difference)
-        pl.when(here)(lambda units=units, corner=corner: in_turn(units, corner))
+        pl.when(here)(functools.partial(in_turn, units, corner))
     if kinds.masked and not kinds.corners:
         limit = grid.kv_length - block.column * grid.block_k if grid.kv_length % grid.block_k else None
         pl.when(visited.masked)(lambda: in_turn(plan.units, Corner(difference, limit)))
@@ -65,9 +73,9 @@ def visible_units(units: Sequence[Unit], band: Band, corner: Corner) -> list[Uni
     found = []
     for unit in units:
         first, last = unit.column, unit.column + unit.columns - 1
-        if corner.limit is not None:
+        if isinstance(corner.limit, int):
             last = min(last, corner.limit - 1)
-        if corner.difference is not None:
+        if isinstance(corner.difference, int):
             first = max(first, unit.row + band.lowest - corner.difference)
             last = min(last, unit.row + unit.rows - 1 + band.highest - corner.difference)
         first, end = first // LANES * LANES, (last // LANES + 1) * LANES
@@ -76,7 +84,7 @@ def visible_units(units: Sequence[Unit], band: Band, corner: Corner) -> list[Uni
     return found
 
 
-def logits(block: Block, scores: Any, unit: Unit, corner: Corner | None) -> tuple[Any, Any]:
+def logits(block: Block, scores: jax.Array, unit: Unit, corner: Corner | None) -> tuple[jax.Array, jax.Array | None]:
     """Logits of QKᵀ, −∞ where they are masked, and the derivative of the soft cap, or None.
 
     Args:
@@ -99,8 +107,8 @@ def logits(block: Block, scores: Any, unit: Unit, corner: Corner | None) -> tupl
     return scores, slope
 
 
-def _visible(block: Block, unit: Unit, corner: Corner) -> Any:
-    """Which scores of a unit are visible, by every term of the mask."""
+def _visible(block: Block, unit: Unit, corner: Corner) -> jax.Array:
+    """Marks the visible scores of a unit, by every term of the mask."""
     plan = block.plan
     parts, band, terms = plan.parts, plan.parts.band, []
     if corner.limit is not None:
@@ -127,13 +135,13 @@ def _visible(block: Block, unit: Unit, corner: Corner) -> Any:
     return jnp.broadcast_to(found, (unit.rows, unit.columns))
 
 
-def kept(block: Block, unit: Unit) -> Any:
+def kept(block: Block, unit: Unit) -> jax.Array:
     """1 for the probabilities of a unit that the dropout keeps, else 0."""
     return block.refs[KEPT][pl.ds(unit.row, unit.rows), pl.ds(unit.column, unit.columns)]
 
 
 def _draw(block: Block) -> None:
-    """Draws what the dropout keeps of a block (`kernels.numerics.dropout`).
+    """Draws the elements that the dropout keeps of a block (`kernels.numerics.dropout`).
 
     In a loop, since a call of Philox is a hundred operations. It serves the rows r and r + 8: two of the registers'
     tiles of 8 rows.
@@ -147,7 +155,7 @@ def _draw(block: Block) -> None:
     numbers = jnp.broadcast_to(((columns >> 4 << 3) | (columns & (PAIR - 1))) ^ second, calls)
     threshold = jnp.uint32(keep_threshold(inputs.drawn_dropout))
 
-    def rows(number: Any, _: None) -> None:
+    def rows(number: jax.Array, _: None) -> None:
         row = lax.div(block.row * grid.block_q, jnp.int32(2)) + number * PAIR
         counter = (row + lax.broadcasted_iota(jnp.int32, calls, 0)).astype(jnp.uint32), numbers
         drawn = [(word >> ((columns & PAIR) << 1)) & 0xFFFF for word in philox2x32(key, counter)]
