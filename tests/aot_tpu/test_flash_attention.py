@@ -23,9 +23,15 @@ PEAK = {"TPU v5e": 131072, "TPU v5p": 262144, "TPU v6e": 524288, "TPU7x": 524288
 """FLOP of bfloat16 matmuls in a cycle."""
 
 GOALS = {
-    "TPU v5e forward 128 causal": 0.60, "TPU v5p forward 128": 0.55, "TPU v6e forward 128 causal": 0.22,
-    "TPU7x forward 128": 0.22, "TPU v6e forward 256": 0.45, "TPU7x forward 256": 0.45, "TPU v6e backward 128 causal": 0.25, "TPU7x backward 128": 0.25,
-}  # fmt: skip
+    "TPU v5e forward 128 causal": 0.60,
+    "TPU v5p forward 128": 0.55,
+    "TPU v6e forward 128 causal": 0.22,
+    "TPU7x forward 128": 0.22,
+    "TPU v6e forward 256": 0.45,
+    "TPU7x forward 256": 0.45,
+    "TPU v6e backward 128 causal": 0.25,
+    "TPU7x backward 128": 0.25,
+}
 """Least shares of the peak."""
 
 MAX_SPILLS = 0.85

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -99,12 +100,12 @@ def test_schedule_visits_every_visible_block_once(mask: Any, lengths: tuple[int,
     assert entries is None
     classes = mask.classify(grid)[0, 0]
     for row in range(grid.q_tiles):
-        found = [schedule.step(None, 0, 0, np.int32(row), np.int32(step)) for step in range(schedule.steps)]
+        found = [schedule.step(None, 0, 0, jnp.int32(row), jnp.int32(step)) for step in range(schedule.steps)]
         computed = [int(step.block) for step in found if step.full or step.masked]
         assert sorted(computed) == computed == sorted(set(computed))
         assert set(np.nonzero(classes[row] != TileClass.EMPTY)[0]) <= set(computed)
         assert all(classes[row, int(step.block)] == TileClass.FULL for step in found if step.full)
-        fetched = [int(schedule.fetched(None, 0, 0, np.int32(row), np.int32(step))) for step in range(schedule.steps)]
+        fetched = [int(schedule.fetched(None, 0, 0, jnp.int32(row), jnp.int32(step))) for step in range(schedule.steps)]
         assert fetched == [int(step.block) for step in found]
 
 
