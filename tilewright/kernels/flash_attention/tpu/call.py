@@ -89,7 +89,7 @@ class Plan:
 
     @functools.cached_property
     def precision(self) -> jax.lax.Precision:
-        """Of matmuls: exact ones of float32, of which the systolic array takes bfloat16 parts."""
+        """The precision of matmuls: exact ones of float32, of which the systolic array takes bfloat16 parts."""
         return jax.lax.Precision.HIGHEST if self.inputs.dtype == np.float32 else jax.lax.Precision.DEFAULT
 
     def dot(self, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
@@ -120,7 +120,7 @@ class Plan:
         return Operand(array, (1, 1, self.grid.block_k, array.shape[3]), lambda b, h, i, j: (b, h // groups, j, 0))
 
     def score_operands(self, inputs: AttentionInputs) -> dict[str, Operand]:
-        """What determines the logits beside queries and keys, by name."""
+        """The arrays that determine the logits beside queries and keys, by name."""
         found = {}
         if inputs.bias is not None:
             found["bias"] = self._scores(inputs.bias)
@@ -172,7 +172,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What a step of the grid works on.
+    """The place that a step of the grid works on, and its references.
 
     Attributes:
       refs: the kernel's references, by name.

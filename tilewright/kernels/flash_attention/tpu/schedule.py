@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
 
 class Corner(NamedTuple):
-    """Where a block that the mask touches lies: integers if that is known while tracing.
+    """The place of a block that the mask touches: integers if that is known while tracing.
 
     Attributes:
       difference: its first key minus its first query; None if the band hides nothing of it.
@@ -120,7 +120,7 @@ class Schedule:
         return jnp.clip(low + step, self.first, jnp.maximum(high, self.first))
 
     def step(self, entries: Ref | None, batch: Scalar, head: Scalar, row: Scalar, step: Scalar) -> Step:
-        """What a step computes."""
+        """The block of a step, and how it is computed."""
         if self.table is not None:
             entry = self._entry(entries, batch, head, row, step)
             kind = entry & 3
