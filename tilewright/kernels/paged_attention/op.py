@@ -50,6 +50,7 @@ class PagedAttentionKernel(InferenceKernel[PagedInputs, Results], abc.ABC):
             backends=(
                 *more,
                 *(for_packed if packed else []),
+                "tilewright.kernels.paged_attention.tpu.backend:TpuPagedAttention",
                 "tilewright.kernels.paged_attention.triton.backend:TritonPagedAttention",
                 "tilewright.kernels.paged_attention.xla.backend:XlaPagedAttention",
             ),

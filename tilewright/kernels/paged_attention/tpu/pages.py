@@ -1,0 +1,266 @@
+"""Pages on their way from HBM to VMEM: the plan of what is read, and asynchronous copies of blocks of pages.
+
+The kernels see a cache as ``[pages, page_rows, head_dim]``, where a page's rows are its tokens' heads, token by token.
+For most caches this is no copy on a TPU (see `is_copied`), and a page is one asynchronous copy to VMEM.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tilewright.kernels.masks import Index
+from tilewright.kernels.paged_attention.inputs import PagedInputs
+from tilewright.kernels.paged_attention.token_layout import bounded
+from tilewright.kernels.tpu.device import LANES, SUBLANES
+
+MAX_PAGE = 512
+"""Tokens of a page that are copied at once; larger pages and caches without a table are taken in parts."""
+
+MAX_TABLE_BYTES = 1 << 19
+"""Of the page table, which lies in SMEM (1 MiB) with the other scalars of a call."""
+
+
+def page_tokens(inputs: PagedInputs) -> int:
+    """Tokens of a page as the kernels see it: the largest divisor of the page size that is not too large; 0 if none."""
+    heads, tile = inputs.kv_heads, tile_rows(inputs.key.dtype.itemsize)
+    sizes = range(min(inputs.page_size, MAX_PAGE), 0, -1)
+    return next((size for size in sizes if inputs.page_size % size == 0 and size * heads % tile == 0), 0)
+
+
+def tile_rows(itemsize: int) -> int:
+    """Rows of a tile of VMEM."""
+    return SUBLANES * 4 // itemsize
+
+
+def cache_reasons(inputs: PagedInputs) -> list[str]:
+    """Reasons why the kernels cannot read a cache; empty if they can."""
+    if not page_tokens(inputs):
+        return [
+            f"a page, or a part of it, needs {tile_rows(inputs.key.dtype.itemsize)} tokens × key heads or a multiple, "
+            f"got page_size={inputs.page_size}, kv_heads={inputs.kv_heads}"
+        ]
+    table = 4 * inputs.sequences * (inputs.capacity // page_tokens(inputs))
+    if table > MAX_TABLE_BYTES:
+        return [f"the page table takes {table} bytes of SMEM, of which it may have {MAX_TABLE_BYTES}"]
+    return []
+
+
+def is_copied(inputs: PagedInputs) -> bool:
+    """True if XLA copies the cache to bring it into the kernels' form, as it lays out arrays of such sizes on TPUs.
+
+    A tile has as many rows as there are key heads, 8 at most, so tiles of several columns are in the same order for
+    whole tiles only. Other numbers of heads lie by head, and head dims that are no multiple of the lanes by page.
+    """
+    heads, itemsize = inputs.kv_heads, inputs.key.dtype.itemsize
+    dims = [inputs.head_dim] if inputs.value is None else [inputs.head_dim, inputs.value_dim]
+    if any(dim % LANES for dim in dims):
+        return True
+    if heads % SUBLANES == 0 or (heads == 1 and itemsize < 4):
+        return False
+    return max(dims) > LANES or heads not in ((1, 4) if itemsize == 1 else (1, 2, 4))
+
+
+def paged_view(inputs: PagedInputs, pages: jax.Array) -> Any:
+    """Keys or values as ``[pages, page_rows, head_dim]``."""
+    return pages.reshape(-1, page_tokens(inputs) * pages.shape[2], pages.shape[3])
+
+
+def table_of(inputs: PagedInputs) -> Any:
+    """The page of each column of each sequence, as the kernels see pages; -1 if it does not exist."""
+    parts = inputs.page_size // page_tokens(inputs)
+    if inputs.page_table is None:
+        pages = jnp.arange(inputs.sequences, dtype=jnp.int32)[:, None]
+    else:
+        pages = inputs.page_table
+    exists = (pages >= 0) & (pages < inputs.num_pages)
+    split = jnp.where(exists, pages, 0)[..., None] * parts + jnp.arange(parts, dtype=jnp.int32)
+    return jnp.where(exists[..., None], split, -1).reshape(inputs.sequences, -1)
+
+
+class Work(NamedTuple):
+    """What the steps of a kernel read, a number of each step; steps whose ``end`` is not above ``low`` read nothing.
+
+    Attributes:
+      sequence: whose row of the table is read.
+      low, end: the range of positions that any row of the step sees.
+      first: the position of its first query.
+      holes: 1 if a page in the range does not exist.
+      next: the next step of the same core that reads something; the number of steps if there is none.
+    """
+
+    sequence: Any
+    low: Any
+    end: Any
+    first: Any
+    holes: Any
+    next: Any
+
+
+def work_of(inputs: PagedInputs, table: jax.Array, sequence: Any, first: Any, rows: Any, cores: int) -> Work:
+    """The work of steps with ``rows`` query tokens each, from position ``first`` of a sequence on."""
+    low = jnp.zeros_like(first)
+    if inputs.kv_starts is not None:
+        low = bounded(inputs.kv_starts)[sequence]
+    if inputs.left is not None:
+        low = jnp.maximum(low, first - inputs.left)
+    end = jnp.minimum(bounded(inputs.kv_lengths)[sequence], inputs.capacity)
+    if inputs.right is not None:
+        end = jnp.minimum(end, first + rows + inputs.right)
+    end = jnp.where(rows > 0, jnp.maximum(end, low), low)
+    size = page_tokens(inputs)
+    column = jnp.arange(table.shape[1], dtype=jnp.int32)
+    needed = (column >= (low // size)[:, None]) & (column * size < end[:, None])
+    holes = ((table < 0)[sequence] & needed).any(axis=1)
+    steps = first.shape[0]
+    reads = jnp.where(end > low, jnp.arange(steps, dtype=jnp.int32), steps).reshape(cores, -1)
+    following = lax.cummin(reads, axis=1, reverse=True)[:, 1:]
+    following = jnp.pad(following, ((0, 0), (0, 1)), constant_values=steps).reshape(-1)
+    return Work(sequence, low, end, first, holes.astype(jnp.int32), following)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of pages of a call.
+
+    Attributes:
+      tokens, heads: of a page.
+      pages: of a block.
+      columns: of the table.
+      steps: of the grid, over all cores.
+    """
+
+    tokens: int
+    heads: int
+    pages: int
+    columns: int
+    steps: int
+
+    @property
+    def page_rows(self) -> int:
+        return self.tokens * self.heads
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block: keys of all heads."""
+        return self.page_rows * self.pages
+
+    @property
+    def block_k(self) -> int:
+        """Tokens of a block."""
+        return self.tokens * self.pages
+
+    @classmethod
+    def of(cls, inputs: PagedInputs, block_rows: int, steps: int) -> "Blocks":
+        tokens = page_tokens(inputs)
+        columns = inputs.capacity // tokens
+        # Whole chunks of lanes: the logits of a block are its columns.
+        several = math.lcm(tokens * inputs.kv_heads, LANES) // (tokens * inputs.kv_heads)
+        most = -(-columns // several) * several
+        pages = max(block_rows // (tokens * inputs.kv_heads) // several, 1) * several
+        return cls(tokens, inputs.kv_heads, min(pages, most), columns, steps)
+
+
+class Step(NamedTuple):
+    """What a step of the grid reads: fields of `Work` as numbers, and the blocks that they mean."""
+
+    blocks: Blocks
+    work: Any
+    index: Index
+
+    def field(self, name: str) -> Any:
+        return self.work[Work._fields.index(name) * self.blocks.steps + self.index]
+
+    @property
+    def low(self) -> Any:
+        return self.field("low")
+
+    @property
+    def end(self) -> Any:
+        return self.field("end")
+
+    @property
+    def first_page(self) -> Any:
+        return lax.div(self.low, self.blocks.tokens)
+
+    @property
+    def last_page(self) -> Any:
+        """The page after the last."""
+        return lax.div(self.end + (self.blocks.tokens - 1), self.blocks.tokens)
+
+    @property
+    def count(self) -> Any:
+        """The number of blocks."""
+        pages = self.last_page - self.first_page
+        return jnp.where(self.end > self.low, lax.div(pages + (self.blocks.pages - 1), self.blocks.pages), 0)
+
+    def pages_of(self, block: Index) -> Any:
+        """The first page of a block, and the number of its pages that are read."""
+        first = self.first_page + block * self.blocks.pages
+        return first, jnp.minimum(self.last_page - first, self.blocks.pages)
+
+
+class Reader(NamedTuple):
+    """Copies blocks of pages to VMEM, into one of two slots for each array.
+
+    Attributes:
+      arrays: pages in HBM: keys, and values if they are an array of their own.
+      buffers: ``[2, block_rows, head_dim]`` of each.
+      semaphores: ``[arrays, 2]``.
+    """
+
+    blocks: Blocks
+    table: Any
+    work: Any
+    arrays: tuple[Any, ...]
+    buffers: tuple[Any, ...]
+    semaphores: Any
+
+    def step(self, index: Index) -> Step:
+        return Step(self.blocks, self.work, index)
+
+    def page(self, step: Step, column: Index) -> Any:
+        """The page of a column of a step's sequence; -1 if it does not exist."""
+        return self.table[step.field("sequence") * self.blocks.columns + column]
+
+    def start(self, step: Step, block: Index, slot: Index) -> None:
+        """Starts the copies of a block. A page that does not exist is another one's copy, for masked keys."""
+        first, count = step.pages_of(block)
+
+        def each(page: Index, _: None) -> None:
+            number = jnp.maximum(self.page(step, first + page), 0)
+            for copy in self._copies(number, page, slot):
+                copy.start()
+
+        lax.fori_loop(0, count, each, None)
+
+    def wait(self, step: Step, block: Index, slot: Index) -> None:
+        """Waits for the copies of a block."""
+        _, count = step.pages_of(block)
+
+        @pl.when(count == self.blocks.pages)
+        def _() -> None:
+            # A semaphore counts bytes: all copies of a whole block are waited for at once.
+            for which, buffer in enumerate(self.buffers):
+                pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], self.semaphores.at[which, slot]).wait()
+
+        @pl.when(count < self.blocks.pages)
+        def _() -> None:
+            def each(page: Index, _: None) -> None:
+                for copy in self._copies(0, page, slot):
+                    copy.wait()
+
+            lax.fori_loop(0, count, each, None)
+
+    def _copies(self, number: Any, page: Index, slot: Index) -> list[Any]:
+        rows = self.blocks.page_rows
+        at = pl.ds(pl.multiple_of(page * rows, rows), rows)
+        return [
+            pltpu.make_async_copy(array.at[number], buffer.at[slot, at], self.semaphores.at[which, slot])
+            for which, (array, buffer) in enumerate(zip(self.arrays, self.buffers, strict=True))
+        ]
