@@ -24,6 +24,7 @@ from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
 from tilewright.kernels.paged_attention.ops.page_attention import PageCase
+from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.tpu.backend import TpuPagedAttention, TpuPagedParams
 from tilewright.ops.utils.known_devices import find_device
 from tilewright.ops.utils.serialize import from_json, to_json
@@ -59,25 +60,37 @@ LATENTS: dict[str, dict[str, Any]] = {
     "int8 latents": {"dtype": "bfloat16", "kv_dtype": "int8", "scale": "tensor", "page_size": 32},
 }
 
+CHUNKS: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "packed, bfloat16, sinks and a cap": {
+        "dtype": "bfloat16", "sinks": 2, "logits_soft_cap": 4.0, "kv_heads": 1, "heads": 6, "q_lengths": (1, 70, 0),
+    },
+    "packed, slopes and a window": {"alibi": True, "sliding_window": 40, "q_lengths": (90, 1)},
+    "packed, not causal": {"causal": False, "sliding_window": (100, 3), "q_lengths": (5, 40)},
+    "packed, float8_e4m3fn": {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "scale": "head", "kv_heads": 4},
+}  # fmt: skip
+
 
 def case_of(name: str, **fields: Any) -> tuple[str, Any]:
     if name in LATENTS:
         latent = {"kv_heads": 1, "head_dim": 48, "value_dim": 32}
         return "mla_decode", MlaCase("", **SIZES | latent | LATENTS[name] | fields)
+    if name in CHUNKS:
+        return "ragged_page_attention", RaggedPageCase("", **SIZES | {"q_lengths": (1, 40, 7)} | CHUNKS[name] | fields)
     return "decode_attention", DecodeCase("", **SIZES | {"paged": True} | DECODING[name] | fields)
 
 
 def params_of(inputs: PagedInputs) -> TpuPagedParams:
-    """Several blocks of a sequence."""
-    return TpuPagedParams(128 * (1 + inputs.kv_heads // 8))
+    """Several blocks of a sequence, and several tiles of the longest chunks."""
+    return TpuPagedParams(128 * (1 + inputs.kv_heads // 8), tile_rows=128, block_k=128)
 
 
 class TestTpu(CacheConformance):
     backend = BACKEND
     machine = staticmethod(interpret_tpu)
-    cases = (*DECODING, *LATENTS)
+    cases = (*DECODING, *LATENTS, *CHUNKS)
     repeated = "float32"
-    poisons = ("pages", "dense")
+    poisons = ("float32", "a dense cache", "packed")
 
     @staticmethod
     def describe(case: Any) -> str:
@@ -95,9 +108,9 @@ class TestTpu(CacheConformance):
 
     def poisoned(self, poison: str) -> Poisoned:
         """What no query sees is not looked at: neither beyond the lengths nor before the window."""
-        inputs = inputs_of(*case_of("a dense cache" if poison == "dense" else "float32", sliding_window=60))
-        inputs = inputs.replace(kv_lengths=jnp.asarray([143, 70, 17], jnp.int32))
-        return Poisoned((inputs, None), (with_unseen_keys(inputs, 61), None))
+        inputs = inputs_of(*case_of(poison, sliding_window=60))
+        inputs = inputs.replace(kv_lengths=jnp.asarray([143, 90, 17], jnp.int32))
+        return Poisoned((inputs, None), (with_unseen_keys(inputs, 100 if poison == "packed" else 61), None))
 
     def test_lengths(self):
         """Around a page's and a block's end, beyond the table, and none at all."""
@@ -115,10 +128,20 @@ class TestTpu(CacheConformance):
         out = self.run_and_check(inputs)["out"]
         assert not out[2].any()
 
+    @pytest.mark.parametrize("name", ["float32", "packed"])
     @pytest.mark.parametrize("seed", range(2))
-    def test_hostile_tables(self, seed: int):
-        inputs = inputs_of(*case_of("float32", sequences=5))
-        self.run_on_hostile(hostile(inputs, seed, [0, 5, 71, 150, 1000, -3, 2**31 - 1], own=3, first=1))
+    def test_hostile_tables(self, name: str, seed: int):
+        inputs = inputs_of(*case_of(name))
+        inputs = hostile(inputs, seed, [0, 5, 71, 150, 1000, -3, 2**31 - 1], own=3, first=1)
+        if name == "packed":
+            cum = [[2, 1, 60, 9], [-7, 2**31 - 1, -(2**31), 5]][seed]
+            inputs = inputs.replace(cum_q_lens=jnp.asarray(cum, jnp.int32))
+        self.run_on_hostile(inputs)
+
+    def test_tokens_of_a_sequence_that_are_more_than_rows_of_a_matmul(self):
+        """All sequences have 40: tiles begin within them."""
+        inputs = inputs_of("mla_decode", MlaCase("", **SIZES | {"kv_heads": 1, "value_dim": 16, "q_lengths": (40,)}))
+        self.run_and_check(inputs)
 
     def test_nothing_at_all(self):
         inputs = inputs_of(*case_of("sinks and a cap", sequences=0))
@@ -130,10 +153,14 @@ def run(inputs: PagedInputs, name: str, **options: Any) -> Any:
         return jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, params_of(inputs)))(inputs))
 
 
-@pytest.mark.parametrize(("name", "dma"), [("TPU v5p", "eager"), ("TPU7x", "on_wait")])
-def test_races(name: str, dma: Any):
+@pytest.mark.parametrize(
+    ("case", "name", "dma"),
+    [("float32", "TPU v5p", "eager"), ("float32", "TPU7x", "on_wait"), ("packed", "TPU v5p", "eager")],
+)
+def test_races(case: str, name: str, dma: Any):
     """Also on the two cores of a v5p, of which each has its own sequences."""
-    inputs = hostile(inputs_of(*case_of("float32", sequences=5, kv_length=200)), 1, [0, 5, 171, 200], own=3)
+    inputs = inputs_of(*case_of(case, sequences=5 if case == "float32" else 3))
+    inputs = hostile(inputs, 1, [0, 5, 101, 150], own=3)
     check(run(inputs, name, detect_races=True, dma=dma, seed=3), inputs)
 
 
@@ -143,7 +170,6 @@ def test_races(name: str, dma: Any):
         ({"dtype": "float16"}, "queries must be bfloat16 or float32"),
         ({"page_size": 3}, "a page, or a part of it, needs 8 tokens × key heads"),
         ({"kv_dtype": "int8", "scale": "token"}, "takes scales of whole arrays or of heads"),
-        ({"heads": 256}, "takes up to 128 query tokens × heads"),
         ({"kv_length": 1 << 22}, "bytes of SMEM"),
     ],
 )
@@ -178,5 +204,6 @@ def test_candidates():
     assert check_candidates(BACKEND, inputs, V6E, 3)["forward"]
     assert from_json(to_json(TpuPagedParams(256)), TpuPagedParams) == TpuPagedParams(256)
     for wrong in (0, 100, True, 128.0):
-        with pytest.raises(ValueError, match="block_rows"):
-            TpuPagedParams(wrong)  # type: ignore[arg-type]
+        for name in ("block_rows", "tile_rows", "block_k"):
+            with pytest.raises(ValueError, match=name):
+                TpuPagedParams(**{name: wrong})  # type: ignore[arg-type]

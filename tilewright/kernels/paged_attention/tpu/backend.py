@@ -1,6 +1,7 @@
 """Attention over a cache on TPUs, in Pallas: support, configs, the calls of the kernels."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -11,8 +12,8 @@ from tilewright.kernels.op.backend import InferenceBackend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.results import Results, empty_forward, run_with_sequential_vmap, sinks_of
-from tilewright.kernels.paged_attention.token_layout import bounded
-from tilewright.kernels.paged_attention.tpu import decode
+from tilewright.kernels.paged_attention.token_layout import boundaries, bounded, packed_tokens
+from tilewright.kernels.paged_attention.tpu import chunk, decode
 from tilewright.kernels.paged_attention.tpu.pages import (
     Blocks,
     cache_reasons,
@@ -28,7 +29,7 @@ from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.stable_ids import stable_id
 
 MAX_ROWS = 128
-"""Rows of query tokens × heads of a sequence up to which all heads are one matmul with all keys."""
+"""Query tokens × heads of a sequence up to which all heads are one matmul with all keys."""
 
 
 @stable_id("tilewright/paged_attention.TpuPagedParams")
@@ -37,14 +38,20 @@ class TpuPagedParams:
     """Config of the kernels.
 
     Attributes:
-      block_rows: keys of all key heads that are copied to VMEM together.
+      block_rows: keys of all key heads that are copied to VMEM together, where queries are few.
+      tile_rows: query tokens × heads of a tile of a chunk.
+      block_k: tokens of keys that are copied together for a tile.
     """
 
     block_rows: int = 4096
+    tile_rows: int = 4096
+    block_k: int = 512
 
     def __post_init__(self) -> None:
-        if type(self.block_rows) is not int or self.block_rows < LANES or self.block_rows % LANES:
-            raise ValueError(f"{self.block_rows=} must be a positive multiple of {LANES}")
+        for name in ("block_rows", "tile_rows", "block_k"):
+            size = getattr(self, name)
+            if type(size) is not int or size < LANES or size % LANES:
+                raise ValueError(f"{name}={size} must be a positive multiple of {LANES}")
 
 
 class TpuPagedAttention(InferenceBackend[PagedInputs, Results, TpuPagedParams]):
@@ -65,11 +72,6 @@ class TpuPagedAttention(InferenceBackend[PagedInputs, Results, TpuPagedParams]):
         why = device_reasons(device)
         if inputs.dtype.name not in ("bfloat16", "float32"):
             why.append(f"queries must be bfloat16 or float32, not {inputs.dtype}")
-        if inputs.q_length is None or inputs.q_length * inputs.heads > MAX_ROWS:
-            why.append(
-                f"takes up to {MAX_ROWS} query tokens × heads of each sequence, got q_length={inputs.q_length}, "
-                f"heads={inputs.heads}"
-            )
         scales = (inputs.key_scale, inputs.value_scale)
         if any(scale is not None and scale.shape[:2] != (1, 1) for scale in scales):
             why.append("takes scales of whole arrays or of heads, not of pages or tokens")
@@ -79,7 +81,10 @@ class TpuPagedAttention(InferenceBackend[PagedInputs, Results, TpuPagedParams]):
         return is_copied(inputs)
 
     def candidates(self, inputs: PagedInputs, device: Device, direction: Direction) -> Iterable[TpuPagedParams]:
-        return [TpuPagedParams(rows) for rows in (4096, 2048, 1024)]
+        listed = [TpuPagedParams(), TpuPagedParams(block_rows=2048), TpuPagedParams(block_rows=8192)]
+        if inputs.longest_q > 1:
+            listed += [TpuPagedParams(tile_rows=2048), TpuPagedParams(block_k=256), TpuPagedParams(block_k=1024)]
+        return listed
 
     def forward(self, inputs: PagedInputs, params: TpuPagedParams) -> Results:
         """``(out, lse)``; lse is float32."""
@@ -89,21 +94,45 @@ class TpuPagedAttention(InferenceBackend[PagedInputs, Results, TpuPagedParams]):
 
 
 def _run(inputs: PagedInputs, params: TpuPagedParams) -> Results:
-    """The results of ``q_length`` query tokens of each sequence."""
-    sequences, heads, count = inputs.sequences, inputs.heads, inputs.q_length or 1
+    if inputs.q_length is not None and inputs.q_length * inputs.heads <= MAX_ROWS:
+        return _decode(inputs, params, inputs.q_length, jnp.ones(inputs.sequences, bool))
+    tokens, sequences = inputs.tokens, inputs.sequences
+    cum = inputs.cum_q_lens
+    if cum is None:
+        cum = jnp.arange(sequences + 1, dtype=jnp.int32) * (inputs.q_length or 0)
+    cum = boundaries(cum, tokens)
+    at = packed_tokens(cum, tokens, sequences, None)
+    singles = inputs.q_length is None and inputs.heads <= MAX_ROWS
+    out, lse = _chunks(inputs, params, cum, 1 if singles else 0)
+    if singles:
+        # Sequences with one token, which a tile would give all of its rows.
+        queries = inputs.query[jnp.minimum(cum[:-1], tokens - 1)]
+        few_out, few_lse = _decode(inputs.replace(query=queries), params, 1, jnp.diff(cum) == 1)
+        single = at.new == 1
+        out = jnp.where(single[:, None, None], few_out[at.sequence], out)
+        lse = jnp.where(single[:, None], few_lse[at.sequence], lse)
+    nothing, nothing_lse = empty_forward(inputs)
+    return jnp.where(at.owned[:, None, None], out, nothing), jnp.where(at.owned[:, None], lse, nothing_lse)
+
+
+def _decode(inputs: PagedInputs, params: TpuPagedParams, count: int, wanted: jax.Array) -> Results:
+    """The results of ``count`` query tokens of each sequence; those of sequences that are not wanted are undefined."""
+    sequences, heads = inputs.sequences, inputs.heads
     rows, cores = count * heads, max(current_device().cores, 1)
     steps = -(-sequences // cores) * cores
-    padded = -(-rows // tile_rows(inputs.dtype.itemsize)) * tile_rows(inputs.dtype.itemsize)
-    blocks = Blocks.of(inputs, params.block_rows, steps)
+    tile = tile_rows(inputs.dtype.itemsize)
+    padded = -(-rows // tile) * tile
     several = count > 1
     call = decode.DecodeCall(
-        blocks=blocks,
+        blocks=Blocks.of(inputs, params.block_rows, steps),
         rows=padded,
         head_dim=inputs.head_dim,
         value_dim=inputs.value_dim,
         latent=inputs.value is None,
         left=inputs.left if several else None,
         right=inputs.right if several else None,
+        softmax_scale=inputs.softmax_scale,
+        scaled=inputs.key_scale is not None,
         soft_cap=inputs.logits_soft_cap,
         slopes=inputs.alibi_slopes is not None,
         cores=cores,
@@ -111,19 +140,63 @@ def _run(inputs: PagedInputs, params: TpuPagedParams) -> Results:
     table = table_of(inputs)
     step = jnp.arange(steps, dtype=jnp.int32)
     sequence = jnp.minimum(step, sequences - 1)
-    tokens = jnp.where(step < sequences, count, 0)
+    tokens = jnp.where((step < sequences) & wanted[sequence], count, 0)
     work = work_of(inputs, table, sequence, bounded(inputs.kv_lengths)[sequence] - count, tokens, cores)
     query = inputs.query.reshape(sequences, rows, inputs.head_dim)
     query = jnp.pad(query, ((0, steps - sequences), (0, padded - rows), (0, 0)))
-    pages = [paged_view(inputs, each) for each in (inputs.key, inputs.value) if each is not None]
-    out, lse = decode.decode(call, query, _numbers(inputs, count, padded), table, work, *pages)
+    numbers = jnp.tile(_numbers(inputs), (count, 1)).at[:, decode.TOKEN].set(jnp.repeat(jnp.arange(count) * 1.0, heads))
+    nothing = jnp.zeros(LANES, jnp.float32).at[decode.SINK_MAX].set(-jnp.inf).at[decode.HEAD].set(-2.0)
+    numbers = jnp.concatenate([numbers, jnp.broadcast_to(nothing, (padded - rows, LANES))])
+    out, lse = decode.decode(call, query, numbers, table, work, *_pages(inputs))
     out, lse = out[:sequences, :rows], lse[:sequences, :rows]
-    return out.reshape(*inputs.query.shape[:2], inputs.value_dim), lse.reshape(inputs.query.shape[:2])
+    return out.reshape(-1, heads, inputs.value_dim), lse.reshape(-1, heads)
 
 
-def _numbers(inputs: PagedInputs, count: int, padded: int) -> Any:
-    """The numbers of the rows of a step of `decode`: ``[padded, LANES]``."""
-    heads, rows = inputs.heads, count * inputs.heads
+def _chunks(inputs: PagedInputs, params: TpuPagedParams, cum: jax.Array, longer: int) -> Results:
+    """The results of sequences with more than ``longer`` query tokens; those of others are undefined."""
+    groups, kv_heads = inputs.groups, inputs.kv_heads
+    # Rows of a key head are whole vectors of lanes.
+    least = LANES // math.gcd(groups, LANES)
+    tokens = max(params.tile_rows // (inputs.heads * least), 1) * least
+    table = table_of(inputs)
+    work, tiles = chunk.tile_work(inputs, table, cum, tokens, longer)
+    fields = (*work._fields, *tiles._fields)
+    call = chunk.ChunkCall(
+        blocks=Blocks.of(inputs, params.block_k * kv_heads, work.low.shape[0], fields),
+        rows=tokens * groups,
+        groups=groups,
+        head_dim=inputs.head_dim,
+        value_dim=inputs.value_dim,
+        latent=inputs.value is None,
+        left=inputs.left,
+        right=inputs.right,
+        softmax_scale=inputs.softmax_scale,
+        scaled=inputs.key_scale is not None,
+        soft_cap=inputs.logits_soft_cap,
+        slopes=inputs.alibi_slopes is not None,
+    )
+    query = jnp.pad(inputs.query, ((0, -inputs.tokens % tokens), (0, 0), (0, 0)))
+    # By key head: [tokens, kv_heads, groups, head_dim] to [kv_heads, tokens · groups, head_dim].
+    query = jnp.swapaxes(query.reshape(-1, kv_heads, groups, inputs.head_dim), 0, 1)
+    query = query.reshape(kv_heads, -1, inputs.head_dim)
+    numbers = jnp.tile(_numbers(inputs).reshape(kv_heads, groups, LANES), (1, tokens, 1))
+    found = chunk.attend_chunks(call, query, numbers, table, work, tiles, *_pages(inputs))
+
+    def by_token(x: jax.Array) -> Any:
+        x = jnp.swapaxes(x.reshape(kv_heads, -1, groups, *x.shape[2:]), 0, 1)
+        return x[: inputs.tokens].reshape(inputs.tokens, inputs.heads, *x.shape[3:])
+
+    out, lse = found
+    return by_token(out), by_token(lse)
+
+
+def _pages(inputs: PagedInputs) -> list[Any]:
+    return [paged_view(inputs, each) for each in (inputs.key, inputs.value) if each is not None]
+
+
+def _numbers(inputs: PagedInputs) -> Any:
+    """What the kernels know of each head, ``[heads, LANES]``: see `decode.decode`."""
+    heads = inputs.heads
     sink_max, sink_total = sinks_of(inputs)
 
     def of_heads(scale: jax.Array | None) -> Any:
@@ -131,17 +204,13 @@ def _numbers(inputs: PagedInputs, count: int, padded: int) -> Any:
             return jnp.ones(heads, jnp.float32)
         return jnp.repeat(jnp.broadcast_to(scale[0, 0], (inputs.kv_heads,)), inputs.groups)
 
-    slopes = jnp.zeros(heads, jnp.float32) if inputs.alibi_slopes is None else inputs.alibi_slopes
-    head = jnp.arange(heads, dtype=jnp.int32)
-    by_head = [
-        of_heads(inputs.key_scale) * jnp.float32(inputs.softmax_scale),
-        slopes.astype(jnp.float32),
+    columns = [
+        of_heads(inputs.key_scale),
+        jnp.zeros(heads, jnp.float32) if inputs.alibi_slopes is None else inputs.alibi_slopes,
         sink_max.reshape(-1),
         sink_total.reshape(-1),
-        of_heads(inputs.value_scale if inputs.value is not None else inputs.key_scale),
-        (head // inputs.groups).astype(jnp.float32),
+        of_heads(inputs.key_scale if inputs.value is None else inputs.value_scale),
+        jnp.arange(heads, dtype=jnp.int32) // inputs.groups,
     ]
-    columns = jnp.stack([*(jnp.tile(each, count) for each in by_head), jnp.repeat(jnp.arange(count) * 1.0, heads)], 1)
-    nothing = jnp.asarray([0.0, 0.0, -jnp.inf, 0.0, 0.0, -2.0, 0.0], jnp.float32)
-    columns = jnp.concatenate([columns, jnp.broadcast_to(nothing, (padded - rows, nothing.shape[0]))])
-    return jnp.pad(columns.astype(jnp.float32), ((0, 0), (0, LANES - columns.shape[1])))
+    numbers = jnp.stack([column.astype(jnp.float32) for column in columns], axis=1)
+    return jnp.pad(numbers, ((0, 0), (0, LANES - len(columns))))

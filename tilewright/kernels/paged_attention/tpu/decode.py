@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tilewright.kernels.masks import Index
-from tilewright.kernels.paged_attention.tpu.pages import Blocks, Reader, Step, Work
+from tilewright.kernels.paged_attention.tpu.pages import Blocks, Reader, Step, Work, in_lanes, rows_at
 from tilewright.kernels.tpu.device import LANES, vmem_bytes
 from tilewright.kernels.tpu.launch import run_kernel
 from tilewright.ops.utils.device import current_device
@@ -50,6 +50,7 @@ class DecodeCall:
       blocks: of pages.
       rows: of a step: query tokens × heads, padded to whole tiles.
       value_dim: elements of a value; with ``latent`` the first of a key.
+      scaled: keys have scales of their own.
       left, right: as in `PagedInputs`; ``None`` as well if all rows of a step have one position.
       cores: that the steps are dealt out to.
     """
@@ -61,6 +62,8 @@ class DecodeCall:
     latent: bool
     left: int | None
     right: int | None
+    softmax_scale: float
+    scaled: bool
     soft_cap: float | None
     slopes: bool
     cores: int = 1
@@ -136,45 +139,31 @@ def _vmem_limit(call: DecodeCall, dtype: Any, pages: Sequence[jax.Array]) -> int
 def _step(call: DecodeCall, table: Any, work: Any, query: Any, numbers: Any, *others: Any) -> None:
     pages = others[: 1 if call.latent else 2]
     out, lse, buffers, codes, logits, row_max, total, weighted, slot_of, semaphores = others[len(pages) :]
-    blocks, steps = call.blocks, call.blocks.steps
+    blocks = call.blocks
     index = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
     reader = Reader(blocks, table, work, pages, buffers, semaphores)
     step = reader.step(index)
 
     @pl.when(pl.program_id(1) == 0)
-    def _() -> None:
-        slot_of[0] = 0
-        first = jnp.where(step.count > 0, index, step.field("next"))
-
-        @pl.when(first < steps)
-        def _() -> None:
-            reader.start(reader.step(first), 0, 0)
+    def start() -> None:
+        reader.start_first(step, slot_of)
 
     row_max[...] = jnp.broadcast_to(numbers[:, SINK_MAX : SINK_MAX + 1], row_max.shape)
     total[...] = jnp.broadcast_to(numbers[:, SINK_TOTAL : SINK_TOTAL + 1], total.shape)
     weighted[...] = jnp.zeros_like(weighted)
 
-    def each(block: Index, slot: Index) -> Any:
-        is_last = block + 1 == step.count
-        ahead = jnp.where(is_last, step.field("next"), index)
-
-        @pl.when(ahead < steps)
-        def _() -> None:
-            reader.start(reader.step(ahead), jnp.where(is_last, 0, block + 1), 1 - slot)
-
-        reader.wait(step, block, slot)
+    def compute(block: Index, slot: Index) -> None:
         key, value = buffers[0].at[slot], buffers[-1].at[slot]
         _mark(reader, step, block, codes, value)
-        first = (step.first_page + block * blocks.pages) * blocks.tokens - step.field("first")
+        first = step.pages_of(block)[0] * blocks.tokens - step.field("first")
 
         def each_part(part: Index, _: None) -> None:
             at = part * _part(blocks)
             _attend(call, query[0], numbers, key, value, first, at, codes, logits, row_max, total, weighted)
 
         lax.fori_loop(0, blocks.rows // _part(blocks), each_part, None)
-        return 1 - slot
 
-    slot_of[0] = lax.fori_loop(0, step.count, each, slot_of[0])
+    reader.blocks_of(step, slot_of, compute)
     sums = total[:, :1]
     scale = numbers[:, VALUE_SCALE : VALUE_SCALE + 1] / jnp.where(sums == 0.0, 1.0, sums)
     out[0] = (weighted[...] * scale).astype(out.dtype)
@@ -182,39 +171,18 @@ def _step(call: DecodeCall, table: Any, work: Any, query: Any, numbers: Any, *ot
 
 
 def _mark(reader: Reader, step: Step, block: Index, codes: Any, value: Any) -> None:
-    """Writes the key head of each column, -1 where no row of the step sees it, and zeros in place of such values.
-
-    Most blocks have only columns that are seen. What was not copied, and what lies beyond a length, may be NaN.
-    """
-    blocks = reader.blocks
-    first_page, _ = step.pages_of(block)
-    begin = first_page * blocks.tokens
-    column = lax.broadcasted_iota(jnp.int32, (1, blocks.rows), 1)
-    head = column % blocks.heads
-    whole = (begin >= step.low) & (begin + blocks.block_k <= step.end) & (step.field("holes") == 0)
+    """Writes the key head of each column, and -1 where the step does not see it; most blocks have none such."""
+    head = lax.broadcasted_iota(jnp.int32, codes.shape, 1) % reader.blocks.heads
+    whole = reader.is_whole(step, block)
 
     @pl.when(whole)
-    def _() -> None:
+    def mark_all() -> None:
         codes[...] = head.astype(jnp.float32)
 
     @pl.when(jnp.logical_not(whole))
-    def _() -> None:
-        position = begin + column // blocks.heads
-        seen = (position >= step.low) & (position < step.end)
-        code = jnp.where(seen, head, -1).astype(jnp.float32)
-
-        def each(page: Index, code: jax.Array) -> Any:
-            start = page * blocks.page_rows
-            at = pl.ds(pl.multiple_of(start, blocks.page_rows), blocks.page_rows)
-            exists = reader.page(step, jnp.minimum(first_page + page, blocks.columns - 1)) >= 0
-            row = lax.broadcasted_iota(jnp.int32, (blocks.page_rows, 1), 0)
-            position = begin + page * blocks.tokens + row // blocks.heads
-            keep = (position >= step.low) & (position < step.end) & exists
-            value[at] = jnp.where(keep, value[at], jnp.zeros((), value.dtype))
-            here = (column >= start) & (column < start + blocks.page_rows)
-            return jnp.where(here & jnp.logical_not(exists), -1.0, code)
-
-        codes[...] = lax.fori_loop(0, blocks.pages, each, code)
+    def mark_seen() -> None:
+        seen = reader.seen(step, block, value, reader.blocks.heads)
+        codes[...] = jnp.where(seen, head, -1).astype(jnp.float32)
 
 
 def _part(blocks: Blocks) -> int:
@@ -247,11 +215,13 @@ def _attend(
     chunks = range(0, logits.shape[1], chunk)
 
     def rows_of(at: int) -> Any:
-        return pl.ds(pl.multiple_of(start + at, chunk), chunk)
+        return rows_at(start + at, chunk)
 
     found = row_max[...]
     for at in chunks:
-        s = dot(query, key[rows_of(at)].astype(query.dtype), (((1,), (1,)), ((), ()))) * scale
+        s = dot(query, key[rows_of(at)].astype(query.dtype), (((1,), (1,)), ((), ()))) * call.softmax_scale
+        if call.scaled:
+            s = s * scale
         visible = codes[:, rows_of(at)] == head
         if call.slopes or call.left is not None or call.right is not None:
             column = start + at + lax.broadcasted_iota(jnp.int32, (1, chunk), 1)
@@ -274,9 +244,9 @@ def _attend(
     sums = jnp.zeros_like(found)
     out = jnp.zeros_like(weighted)
     for at in chunks:
-        p = jnp.exp(logits[:, at : at + chunk] - shift[:, :1])
+        p = jnp.exp(logits[:, at : at + chunk] - in_lanes(shift, chunk))
         sums = functools.reduce(jnp.add, (p[:, i : i + LANES] for i in range(0, chunk, LANES)), sums)
         v = value[rows_of(at), : call.value_dim].astype(query.dtype)
         out += dot(p.astype(query.dtype), v, (((1,), (0,)), ((), ())))
     total[...] = total[...] * shrink + jnp.sum(sums, axis=1, keepdims=True)
-    weighted[...] = weighted[...] * shrink[:, :1] + out
+    weighted[...] = weighted[...] * in_lanes(shrink, call.value_dim) + out

@@ -6,6 +6,7 @@ For most caches this is no copy on a TPU (see `is_copied`), and a page is one as
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,16 @@ def page_tokens(inputs: PagedInputs) -> int:
     heads, tile = inputs.kv_heads, tile_rows(inputs.key.dtype.itemsize)
     sizes = range(min(inputs.page_size, MAX_PAGE), 0, -1)
     return next((size for size in sizes if inputs.page_size % size == 0 and size * heads % tile == 0), 0)
+
+
+def rows_at(start: Any, count: int) -> Any:
+    """Rows from a multiple of ``count`` on."""
+    return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, count), count)
+
+
+def in_lanes(x: jax.Array, width: int) -> Any:
+    """Repeats the lanes of ``[rows, LANES]``, which all hold the same, up to a width: vectors as they are."""
+    return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]
 
 
 def tile_rows(itemsize: int) -> int:
@@ -133,6 +144,7 @@ class Blocks:
       pages: of a block.
       columns: of the table.
       steps: of the grid, over all cores.
+      fields: names of the arrays of `Work`, which the kernels get as one, and of those that follow them.
     """
 
     tokens: int
@@ -140,6 +152,7 @@ class Blocks:
     pages: int
     columns: int
     steps: int
+    fields: tuple[str, ...] = Work._fields
 
     @property
     def page_rows(self) -> int:
@@ -156,25 +169,26 @@ class Blocks:
         return self.tokens * self.pages
 
     @classmethod
-    def of(cls, inputs: PagedInputs, block_rows: int, steps: int) -> "Blocks":
+    def of(cls, inputs: PagedInputs, block_rows: int, steps: int, fields: tuple[str, ...] = Work._fields) -> "Blocks":
         tokens = page_tokens(inputs)
         columns = inputs.capacity // tokens
         # Whole chunks of lanes: the logits of a block are its columns.
         several = math.lcm(tokens * inputs.kv_heads, LANES) // (tokens * inputs.kv_heads)
         most = -(-columns // several) * several
         pages = max(block_rows // (tokens * inputs.kv_heads) // several, 1) * several
-        return cls(tokens, inputs.kv_heads, min(pages, most), columns, steps)
+        return cls(tokens, inputs.kv_heads, min(pages, most), columns, steps, fields)
 
 
-class Step(NamedTuple):
-    """What a step of the grid reads: fields of `Work` as numbers, and the blocks that they mean."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """What a step of the grid reads: fields of its work as numbers, and the blocks that they mean."""
 
     blocks: Blocks
     work: Any
-    index: Index
+    number: Index
 
     def field(self, name: str) -> Any:
-        return self.work[Work._fields.index(name) * self.blocks.steps + self.index]
+        return self.work[self.blocks.fields.index(name) * self.blocks.steps + self.number]
 
     @property
     def low(self) -> Any:
@@ -205,7 +219,8 @@ class Step(NamedTuple):
         return first, jnp.minimum(self.last_page - first, self.blocks.pages)
 
 
-class Reader(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reader:
     """Copies blocks of pages to VMEM, into one of two slots for each array.
 
     Attributes:
@@ -221,8 +236,8 @@ class Reader(NamedTuple):
     buffers: tuple[Any, ...]
     semaphores: Any
 
-    def step(self, index: Index) -> Step:
-        return Step(self.blocks, self.work, index)
+    def step(self, number: Index) -> Step:
+        return Step(self.blocks, self.work, number)
 
     def page(self, step: Step, column: Index) -> Any:
         """The page of a column of a step's sequence; -1 if it does not exist."""
@@ -244,22 +259,80 @@ class Reader(NamedTuple):
         _, count = step.pages_of(block)
 
         @pl.when(count == self.blocks.pages)
-        def _() -> None:
+        def whole() -> None:
             # A semaphore counts bytes: all copies of a whole block are waited for at once.
             for which, buffer in enumerate(self.buffers):
                 pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], self.semaphores.at[which, slot]).wait()
 
         @pl.when(count < self.blocks.pages)
-        def _() -> None:
+        def by_page() -> None:
             def each(page: Index, _: None) -> None:
                 for copy in self._copies(0, page, slot):
                     copy.wait()
 
             lax.fori_loop(0, count, each, None)
 
+    def blocks_of(self, step: Step, slot_of: Any, compute: Callable[[Index, Index], None]) -> None:
+        """Runs ``compute(block, slot)`` for each block of a step, while the next one, or the next step's, is copied.
+
+        ``slot_of`` holds the slot of the step's first block, whose copies were started by the step before.
+        """
+
+        def each(block: Index, slot: Index) -> Any:
+            is_last = block + 1 == step.count
+            ahead = jnp.where(is_last, step.field("next"), step.number)
+
+            @pl.when(ahead < self.blocks.steps)
+            def start_next() -> None:
+                self.start(self.step(ahead), jnp.where(is_last, 0, block + 1), 1 - slot)
+
+            self.wait(step, block, slot)
+            compute(block, slot)
+            return 1 - slot
+
+        slot_of[0] = lax.fori_loop(0, step.count, each, slot_of[0])
+
+    def start_first(self, step: Step, slot_of: Any) -> None:
+        """Starts the copies of the first block that a core reads; ``step`` is its first."""
+        slot_of[0] = 0
+        first = jnp.where(step.count > 0, step.number, step.field("next"))
+
+        @pl.when(first < self.blocks.steps)
+        def start() -> None:
+            self.start(self.step(first), 0, 0)
+
+    def is_whole(self, step: Step, block: Index) -> Any:
+        """True if all pages of a block exist, and the step sees all of their tokens."""
+        begin = step.pages_of(block)[0] * self.blocks.tokens
+        return (begin >= step.low) & (begin + self.blocks.block_k <= step.end) & (step.field("holes") == 0)
+
+    def seen(self, step: Step, block: Index, value: Any, heads: int) -> Any:
+        """For each token of a block, ``heads`` times, whether the step sees it, ``[1, tokens · heads]``.
+
+        Values that it does not see become zeros: what was not copied, and what lies beyond a length, may be NaN.
+        """
+        blocks = self.blocks
+        first, _ = step.pages_of(block)
+        column = lax.broadcasted_iota(jnp.int32, (1, blocks.block_k * heads), 1) // heads
+        row = lax.broadcasted_iota(jnp.int32, (blocks.page_rows, 1), 0) // blocks.heads
+
+        def each(page: Index, seen: jax.Array) -> Any:
+            start = page * blocks.tokens
+            exists = self.page(step, jnp.minimum(first + page, blocks.columns - 1)) >= 0
+            position = first * blocks.tokens + start + row
+            keep = (position >= step.low) & (position < step.end) & exists
+            at = rows_at(page * blocks.page_rows, blocks.page_rows)
+            value[at] = jnp.where(keep, value[at], jnp.zeros((), value.dtype))
+            hidden = (column >= start) & (column < start + blocks.tokens) & jnp.logical_not(exists)
+            return jnp.where(hidden, 0, seen)
+
+        position = first * blocks.tokens + column
+        seen = ((position >= step.low) & (position < step.end)).astype(jnp.int32)
+        return lax.fori_loop(0, blocks.pages, each, seen) == 1
+
     def _copies(self, number: Any, page: Index, slot: Index) -> list[Any]:
         rows = self.blocks.page_rows
-        at = pl.ds(pl.multiple_of(page * rows, rows), rows)
+        at = rows_at(page * rows, rows)
         return [
             pltpu.make_async_copy(array.at[number], buffer.at[slot, at], self.semaphores.at[which, slot])
             for which, (array, buffer) in enumerate(zip(self.arrays, self.buffers, strict=True))
