@@ -105,7 +105,7 @@ def prefilling(tile_rows: int = 4096, block_k: int = 512, length: int = 2048) ->
     made = chunk.ChunkCall(blocks, count * groups, groups, dim, dim, False, None, None, dim**-0.5, False, None, False)
 
     def field(step: Step, name: str) -> Any:
-        known = {"next": 1, "count": count, "opens": 1, "closes": 1, "first": length - count}
+        known = {"next": 1, "tokens": count, "opens": 1, "closes": 1, "first": length - count}
         return known.get(name, 0)
 
     def run(query: Any, numbers: Any, table: Any, key: Any, value: Any) -> Any:

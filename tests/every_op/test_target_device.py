@@ -23,7 +23,10 @@ from tilewright.modules import rms_norm
 from tilewright.ops import default_executor, find_labels_in_lowered
 from tilewright.ops.lowering.labels import is_call_label, parse_label
 from tilewright.ops.types import Direction
+from tilewright.ops.utils.known_devices import find_device
 from tilewright.ops.utils.target import traced_as
+
+V6E = find_device("TPU v6e").device
 
 ROOT = Path(__file__).parents[2]
 DEVICES = {"NVIDIA A100-SXM4-80GB": "cuda", "NVIDIA H200": "cuda", "TPU v5 lite": "tpu"}
@@ -87,13 +90,13 @@ def test_backends_give_what_the_op_declares(name: str, monkeypatch: pytest.Monke
     for case in cases:
         args, kwargs = case.arguments()
         inputs = jax.eval_shape(lambda op=op, args=args, kwargs=kwargs: op.completed(op.bind(args, kwargs)[0][0]))
-        for backend, direction in itertools.product(op.backends.usable, directions):
-            if not backend.not_supported_reasons(inputs, H100, direction):
+        for backend, direction, device in itertools.product(op.backends.usable, directions, (H100, V6E)):
+            if not backend.not_supported_reasons(inputs, device, direction):
                 seen.add(backend.name)
-                with traced_as(H100.name), recording_groups():
-                    choice = Choice(backend.name, backend.heuristic(inputs, H100, direction))
+                with traced_as(device.name), recording_groups():
+                    choice = Choice(backend.name, backend.heuristic(inputs, device, direction))
                     got, want = (types_of(op, inputs, each, direction) for each in (choice, DECLARED))
-                assert got == want, (backend.name, direction)
+                assert got == want, (backend.name, direction, device.name)
     assert seen >= {backend.name for backend in op.backends.usable} - {"cudnn", "fa4"}
 
 

@@ -195,7 +195,7 @@ def _pages(inputs: PagedInputs) -> list[Any]:
 
 
 def _numbers(inputs: PagedInputs) -> Any:
-    """What the kernels know of each head, ``[heads, LANES]``: see `decode.decode`."""
+    """The numbers that the kernels have of each head, ``[heads, LANES]``: see `decode.decode`."""
     heads = inputs.heads
     sink_max, sink_total = sinks_of(inputs)
 

@@ -25,7 +25,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Int
 
+from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.masks import Index
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.token_layout import bounded
@@ -43,19 +45,19 @@ SUBTILE = 256
 
 
 class TileWork(NamedTuple):
-    """What follows the fields of `Work` in the steps of this kernel.
+    """The query tokens of each step, which follow the fields of `Work`.
 
     Attributes:
       tile: whose queries a step has.
-      begin, count: its first query token in the tile, and their number.
+      begin, tokens: its first query token in the tile, and their number.
       opens, closes: 1 for the first and the last step of a tile.
     """
 
-    tile: Any
-    begin: Any
-    count: Any
-    opens: Any
-    closes: Any
+    tile: Int[Array, " steps"]
+    begin: Int[Array, " steps"]
+    tokens: Int[Array, " steps"]
+    opens: Int[Array, " steps"]
+    closes: Int[Array, " steps"]
 
 
 def tile_work(inputs: PagedInputs, table: jax.Array, cum: jax.Array, tokens: int, longer: int) -> tuple[Work, TileWork]:
@@ -113,9 +115,9 @@ class ChunkCall:
 class State(NamedTuple):
     """The online softmax of a tile, ``[kv_heads, rows, ...]``: maximum in all lanes, sums by lane, and P · V."""
 
-    row_max: Any
-    total: Any
-    weighted: Any
+    row_max: Ref
+    total: Ref
+    weighted: Ref
 
 
 def attend_chunks(
@@ -199,7 +201,7 @@ def _vmem_limit(call: ChunkCall, query: jax.Array, pages: Sequence[jax.Array]) -
     return min((rows * tile + read + logits) * 5 // 4, vmem_bytes(current_device()))
 
 
-def _step(call: ChunkCall, table: Any, work: Any, query: Any, numbers: Any, *others: Any) -> None:
+def _step(call: ChunkCall, table: Ref, work: Ref, query: Ref, numbers: Ref, *others: Any) -> None:
     pages = others[: 1 if call.latent else 2]
     out, lse, buffers, by_head, seen, state, slot_of, semaphores = others[len(pages) :]
     reader = Reader(call.blocks, table, work, pages, buffers, semaphores)
@@ -240,11 +242,11 @@ def _block(
     reader: Reader,
     step: Step,
     block: Index,
-    query: Any,
-    numbers: Any,
-    buffers: list[Any],
-    by_head: list[Any],
-    seen: Any,
+    query: Ref,
+    numbers: Ref,
+    buffers: list[Ref],
+    by_head: list[Ref],
+    seen: Ref,
     state: State,
 ) -> None:
     """Adds a block to the online softmax of all heads."""
@@ -270,7 +272,7 @@ def _block(
     lax.fori_loop(0, blocks.block_k // piece, sort, None)
 
     key_first = step.pages_of(block)[0] * blocks.tokens
-    begin, count = step.field("begin"), step.field("count")
+    begin, count = step.field("begin"), step.field("tokens")
     subtile = math.gcd(call.rows, SUBTILE)
 
     def each_part(part: Index, _: None) -> None:
@@ -306,11 +308,11 @@ def _block(
     lax.fori_loop(0, call.rows // subtile, each_part, None)
 
 
-def _rows_of(state: State, head: Index, at: Any) -> State:
+def _rows_of(state: State, head: Index, at: pl.Slice) -> State:
     return State(*(each.at[head, at] for each in state))
 
 
-def _tokens(call: ChunkCall, start: Any, subtile: int, begin: Any) -> Any:
+def _tokens(call: ChunkCall, start: Scalar, subtile: int, begin: Scalar) -> Any:
     """Tokens of rows from ``start`` on, counted from a step's first, ``[subtile, 1]``."""
     return (start + lax.broadcasted_iota(jnp.int32, (subtile, 1), 0)) // call.groups - begin
 
@@ -319,7 +321,9 @@ def _columns(call: ChunkCall) -> Any:
     return lax.broadcasted_iota(jnp.int32, (1, call.blocks.block_k), 1)
 
 
-def _visible(call: ChunkCall, start: Any, subtile: int, begin: Any, count: Any, shift: Any, seen: Any) -> Any:
+def _visible(
+    call: ChunkCall, start: Scalar, subtile: int, begin: Scalar, count: Scalar, shift: Scalar, seen: Ref
+) -> Any:
     """The mask of rows from ``start`` on; ``shift`` is the first key's position from that of the first query on."""
     token = _tokens(call, start, subtile, begin)
     visible = (seen[...] == 1) & (token >= 0) & (token < count)

@@ -22,10 +22,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.masks import Index
 from tilewright.kernels.paged_attention.tpu.pages import Blocks, Reader, Step, Work, in_lanes, rows_at
 from tilewright.kernels.tpu.device import LANES, vmem_bytes
@@ -129,14 +131,14 @@ def decode(
     return out, lse[..., 0]
 
 
-def _vmem_limit(call: DecodeCall, dtype: Any, pages: Sequence[jax.Array]) -> int:
+def _vmem_limit(call: DecodeCall, dtype: np.dtype[Any], pages: Sequence[jax.Array]) -> int:
     """Bytes of VMEM that the kernel asks for: its buffers, and as much again for what the compiler keeps there."""
     rows = call.rows * (2 * dtype.itemsize * (call.head_dim + call.value_dim) + 4 * (call.value_dim + 3 * LANES + PART))
     blocks = sum(2 * call.blocks.rows * page.shape[-1] * page.dtype.itemsize for page in pages)
     return min(2 * (rows + blocks) + (8 << 20), vmem_bytes(current_device()))
 
 
-def _step(call: DecodeCall, table: Any, work: Any, query: Any, numbers: Any, *others: Any) -> None:
+def _step(call: DecodeCall, table: Ref, work: Ref, query: Ref, numbers: Ref, *others: Any) -> None:
     pages = others[: 1 if call.latent else 2]
     out, lse, buffers, codes, logits, row_max, total, weighted, slot_of, semaphores = others[len(pages) :]
     blocks = call.blocks
@@ -170,7 +172,7 @@ def _step(call: DecodeCall, table: Any, work: Any, query: Any, numbers: Any, *ot
     lse[0] = row_max[...] + jnp.log(total[...])
 
 
-def _mark(reader: Reader, step: Step, block: Index, codes: Any, value: Any) -> None:
+def _mark(reader: Reader, step: Step, block: Index, codes: Ref, value: Ref) -> None:
     """Writes the key head of each column, and -1 where the step does not see it; most blocks have none such."""
     head = lax.broadcasted_iota(jnp.int32, codes.shape, 1) % reader.blocks.heads
     whole = reader.is_whole(step, block)
@@ -193,16 +195,16 @@ def _part(blocks: Blocks) -> int:
 def _attend(
     call: DecodeCall,
     query: jax.Array,
-    numbers: Any,
-    key: Any,
-    value: Any,
-    first: Any,
-    start: Any,
-    codes: Any,
-    logits: Any,
-    row_max: Any,
-    total: Any,
-    weighted: Any,
+    numbers: Ref,
+    key: Ref,
+    value: Ref,
+    first: Scalar,
+    start: Scalar,
+    codes: Ref,
+    logits: Ref,
+    row_max: Ref,
+    total: Ref,
+    weighted: Ref,
 ) -> None:
     """Adds the columns from ``start`` on to the online softmax.
 

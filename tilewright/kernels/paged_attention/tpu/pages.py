@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Int
 
+from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.masks import Index
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.token_layout import bounded
@@ -24,7 +26,7 @@ MAX_PAGE = 512
 """Tokens of a page that are copied at once; larger pages and caches without a table are taken in parts."""
 
 MAX_TABLE_BYTES = 1 << 19
-"""Of the page table, which lies in SMEM (1 MiB) with the other scalars of a call."""
+"""Maximum of the page table, which lies in SMEM (1 MiB) with the other scalars of a call."""
 
 
 def page_tokens(inputs: PagedInputs) -> int:
@@ -34,7 +36,7 @@ def page_tokens(inputs: PagedInputs) -> int:
     return next((size for size in sizes if inputs.page_size % size == 0 and size * heads % tile == 0), 0)
 
 
-def rows_at(start: Any, count: int) -> Any:
+def rows_at(start: Scalar, count: int) -> Any:
     """Rows from a multiple of ``count`` on."""
     return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, count), count)
 
@@ -95,7 +97,7 @@ def table_of(inputs: PagedInputs) -> Any:
 
 
 class Work(NamedTuple):
-    """What the steps of a kernel read, a number of each step; steps whose ``end`` is not above ``low`` read nothing.
+    """The tokens that each step of a kernel reads; steps whose ``end`` is not above ``low`` read nothing.
 
     Attributes:
       sequence: whose row of the table is read.
@@ -105,15 +107,17 @@ class Work(NamedTuple):
       next: the next step of the same core that reads something; the number of steps if there is none.
     """
 
-    sequence: Any
-    low: Any
-    end: Any
-    first: Any
-    holes: Any
-    next: Any
+    sequence: Int[Array, " steps"]
+    low: Int[Array, " steps"]
+    end: Int[Array, " steps"]
+    first: Int[Array, " steps"]
+    holes: Int[Array, " steps"]
+    next: Int[Array, " steps"]
 
 
-def work_of(inputs: PagedInputs, table: jax.Array, sequence: Any, first: Any, rows: Any, cores: int) -> Work:
+def work_of(
+    inputs: PagedInputs, table: jax.Array, sequence: jax.Array, first: jax.Array, rows: jax.Array, cores: int
+) -> Work:
     """The work of steps with ``rows`` query tokens each, from position ``first`` of a sequence on."""
     low = jnp.zeros_like(first)
     if inputs.kv_starts is not None:
@@ -181,10 +185,10 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """What a step of the grid reads: fields of its work as numbers, and the blocks that they mean."""
+    """The pages that a step of the grid reads: fields of its work as numbers, and the blocks that they mean."""
 
     blocks: Blocks
-    work: Any
+    work: Ref
     number: Index
 
     def field(self, name: str) -> Any:
@@ -230,11 +234,11 @@ class Reader:
     """
 
     blocks: Blocks
-    table: Any
-    work: Any
-    arrays: tuple[Any, ...]
-    buffers: tuple[Any, ...]
-    semaphores: Any
+    table: Ref
+    work: Ref
+    arrays: tuple[Ref, ...]
+    buffers: tuple[Ref, ...]
+    semaphores: Ref
 
     def step(self, number: Index) -> Step:
         return Step(self.blocks, self.work, number)
@@ -272,7 +276,7 @@ class Reader:
 
             lax.fori_loop(0, count, each, None)
 
-    def blocks_of(self, step: Step, slot_of: Any, compute: Callable[[Index, Index], None]) -> None:
+    def blocks_of(self, step: Step, slot_of: Ref, compute: Callable[[Index, Index], None]) -> None:
         """Runs ``compute(block, slot)`` for each block of a step, while the next one, or the next step's, is copied.
 
         ``slot_of`` holds the slot of the step's first block, whose copies were started by the step before.
@@ -292,7 +296,7 @@ class Reader:
 
         slot_of[0] = lax.fori_loop(0, step.count, each, slot_of[0])
 
-    def start_first(self, step: Step, slot_of: Any) -> None:
+    def start_first(self, step: Step, slot_of: Ref) -> None:
         """Starts the copies of the first block that a core reads; ``step`` is its first."""
         slot_of[0] = 0
         first = jnp.where(step.count > 0, step.number, step.field("next"))
@@ -306,7 +310,7 @@ class Reader:
         begin = step.pages_of(block)[0] * self.blocks.tokens
         return (begin >= step.low) & (begin + self.blocks.block_k <= step.end) & (step.field("holes") == 0)
 
-    def seen(self, step: Step, block: Index, value: Any, heads: int) -> Any:
+    def seen(self, step: Step, block: Index, value: Ref, heads: int) -> Any:
         """For each token of a block, ``heads`` times, whether the step sees it, ``[1, tokens · heads]``.
 
         Values that it does not see become zeros: what was not copied, and what lies beyond a length, may be NaN.
@@ -330,7 +334,7 @@ class Reader:
         seen = ((position >= step.low) & (position < step.end)).astype(jnp.int32)
         return lax.fori_loop(0, blocks.pages, each, seen) == 1
 
-    def _copies(self, number: Any, page: Index, slot: Index) -> list[Any]:
+    def _copies(self, number: Scalar, page: Index, slot: Index) -> list[Any]:
         rows = self.blocks.page_rows
         at = rows_at(page * rows, rows)
         return [
