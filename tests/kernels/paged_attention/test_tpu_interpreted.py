@@ -66,6 +66,7 @@ CHUNKS: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16", "sinks": 2, "logits_soft_cap": 4.0, "kv_heads": 1, "heads": 6, "q_lengths": (1, 70, 0),
     },
     "packed, slopes and a window": {"alibi": True, "sliding_window": 40, "q_lengths": (90, 1)},
+    "packed, fewer keys than lanes": {"kv_length": 48, "q_lengths": (1, 9)},
     "packed, not causal": {"causal": False, "sliding_window": (100, 3), "q_lengths": (5, 40)},
     "packed, float8_e4m3fn": {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "scale": "head", "kv_heads": 4},
 }  # fmt: skip

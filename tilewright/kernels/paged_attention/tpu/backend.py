@@ -162,7 +162,7 @@ def _chunks(inputs: PagedInputs, params: TpuPagedParams, cum: jax.Array, longer:
     work, tiles = chunk.tile_work(inputs, table, cum, tokens, longer)
     fields = (*work._fields, *tiles._fields)
     call = chunk.ChunkCall(
-        blocks=Blocks.of(inputs, params.block_k * kv_heads, work.low.shape[0], fields),
+        blocks=Blocks.of(inputs, params.block_k * kv_heads, work.low.shape[0], fields, by_head=True),
         rows=tokens * groups,
         groups=groups,
         head_dim=inputs.head_dim,

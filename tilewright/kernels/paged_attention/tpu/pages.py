@@ -173,14 +173,23 @@ class Blocks:
         return self.tokens * self.pages
 
     @classmethod
-    def of(cls, inputs: PagedInputs, block_rows: int, steps: int, fields: tuple[str, ...] = Work._fields) -> "Blocks":
-        tokens = page_tokens(inputs)
+    def of(
+        cls,
+        inputs: PagedInputs,
+        block_rows: int,
+        steps: int,
+        fields: tuple[str, ...] = Work._fields,
+        by_head: bool = False,
+    ) -> "Blocks":
+        """Blocks of about so many rows; ``by_head``: keys of a head are sorted out of them."""
+        tokens, heads = page_tokens(inputs), inputs.kv_heads
         columns = inputs.capacity // tokens
-        # Whole chunks of lanes: the logits of a block are its columns.
-        several = math.lcm(tokens * inputs.kv_heads, LANES) // (tokens * inputs.kv_heads)
+        # The logits of a block, or of a head in it, are its columns: whole vectors of lanes.
+        keys = tokens if by_head else tokens * heads
+        several = math.lcm(keys, LANES) // keys
         most = -(-columns // several) * several
-        pages = max(block_rows // (tokens * inputs.kv_heads) // several, 1) * several
-        return cls(tokens, inputs.kv_heads, min(pages, most), columns, steps, fields)
+        pages = max(block_rows // (tokens * heads) // several, 1) * several
+        return cls(tokens, heads, min(pages, most), columns, steps, fields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
