@@ -24,10 +24,11 @@ from tilewright.ops.utils.known_devices import find_device
 
 BACKEND = TpuPagedAttention()
 
+# A cache that does not fit the VMEM: XLA would bring a smaller one there as a whole.
 KINDS = {"decode_attention": DecodeCase, "mla_decode": MlaCase, "ragged_page_attention": RaggedPageCase}
 
 SIZES: dict[str, Any] = {
-    "sequences": 4, "kv_length": 2048, "heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 64,
+    "sequences": 32, "kv_length": 2048, "heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 64,
     "dtype": "bfloat16",
 }  # fmt: skip
 
@@ -36,6 +37,8 @@ def call(op: str, **fields: Any) -> tuple[Callable[..., Any], list[Any]]:
     """A call of the backend as its heuristic has it, with whatever its lengths and pages are."""
     if op == "decode_attention":
         fields["paged"] = True
+    if op == "ragged_page_attention":
+        fields["q_lengths"] = (*(1,) * 31, 512)
     inputs = structs_of(op, KINDS[op]("", **SIZES | fields))
     params = BACKEND.heuristic(inputs, find_device("TPU v6e").device, "forward")
     leaves, tree = jax.tree.flatten(inputs)
