@@ -13,7 +13,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "decode": ("decode_attention", {}),
     "decode, float32": ("decode_attention", {"dtype": "float32", "kv_heads": 2, "heads": 8}),
     "decode, 256": ("decode_attention", {"head_dim": 256}),
-    "decode, a key head": ("decode_attention", {"kv_heads": 1, "heads": 8}),
+    "decode, a key head": ("decode_attention", {"kv_heads": 1, "heads": 8, "kv_length": 16384}),
     "decode, int8": ("decode_attention", {"kv_dtype": "int8", "scale": "head"}),
     "decode, float8_e4m3fn": ("decode_attention", {"kv_dtype": "float8_e4m3fn", "scale": "head"}),
     "latents": ("mla_decode", {"heads": 128, "head_dim": 640, "value_dim": 512, "kv_heads": 1}),
@@ -22,7 +22,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
         "ragged_page_attention",
         {"dtype": "float32", "head_dim": 256, "kv_heads": 32},
     ),
-    "mixed, a key head": ("ragged_page_attention", {"kv_heads": 1, "heads": 8}),
+    "mixed, a key head": ("ragged_page_attention", {"kv_heads": 1, "heads": 8, "kv_length": 16384}),
 }
 """Of which XLA copies no cache."""
 
@@ -37,10 +37,12 @@ PREFILL_SHARE = {"TPU v5e": 0.4, "TPU v5p": 0.2, "TPU v6e": 0.09, "TPU7x": 0.09}
 
 
 def cache_bytes(op: str, fields: dict[str, Any]) -> int:
-    """Bytes of the cache of 32 sequences of 2048 tokens."""
+    """Bytes of the cache of 32 sequences, of 2048 tokens by default."""
     itemsize = {"int8": 1, "float8_e4m3fn": 1, "float32": 4}.get(fields.get("kv_dtype") or fields.get("dtype", ""), 2)
     arrays = 1 if op == "mla_decode" else 2
-    return 32 * 2048 * fields.get("kv_heads", 8) * fields.get("head_dim", 128) * itemsize * arrays
+    return (
+        32 * fields.get("kv_length", 2048) * fields.get("kv_heads", 8) * fields.get("head_dim", 128) * itemsize * arrays
+    )
 
 
 @pytest.mark.parametrize("tpu", TPUS)
