@@ -7,7 +7,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tilewright.kernels.tpu.device import VMEM_RESERVE, vmem_bytes
+from tilewright.kernels.tpu.device import vmem_bytes
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.running import device_kernel_name
 

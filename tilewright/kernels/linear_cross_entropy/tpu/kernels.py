@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from tilewright.kernels.hopper.types import Ref
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Head
 from tilewright.kernels.linear_cross_entropy.tpu.params import ROWS, TpuTile
-from tilewright.kernels.tpu.device import LANES
+from tilewright.kernels.tpu.device import LANES, VMEM_RESERVE
 from tilewright.kernels.tpu.launch import run_kernel
 
 
@@ -99,7 +99,7 @@ def softmax_sums(
         flops=2 * tokens * d * head.width,
         transcendentals=tokens * head.width,
         bytes_accessed=x.nbytes + pl.cdiv(tokens, rows) * head.weight.nbytes,
-        vmem=tile.vmem_bytes(tokens, d, x.dtype.itemsize),
+        vmem_limit=tile.vmem_bytes(tokens, d, x.dtype.itemsize) + VMEM_RESERVE,
     )
     return sums[:, 0], sums[:, 1], sums[:, 2]
 
@@ -220,7 +220,7 @@ def logit_gradients(
         flops=2 * tokens * d * size,
         transcendentals=tokens * size,
         bytes_accessed=x.nbytes + pl.cdiv(tokens, rows) * d * size * head.weight.dtype.itemsize,
-        vmem=tile.vmem_bytes(tokens, d, x.dtype.itemsize),
+        vmem_limit=tile.vmem_bytes(tokens, d, x.dtype.itemsize) + VMEM_RESERVE,
     )  # fmt: skip
     return found
 
