@@ -1,6 +1,7 @@
 """A small op with four backends, of which one refuses, one is slow and one cannot be loaded."""
 
 import dataclasses
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +272,10 @@ def test_choices_round_trip_through_json() -> None:
 def test_a_backend_is_given_by_module_and_class(where: Any) -> None:
     with pytest.raises(ValueError, match='the backends of double must be strings "module:Class"'):
         PortfolioKernel.__init__(Double(), "double", version="1", backends=[f"{HERE}:Plain", where])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_another_process_gets_a_kernel_with_the_same_backends(op: str):
+    """As tuning sends it."""
+    sent, own = pickle.loads(pickle.dumps(kernel_of(op))).backends, kernel_of(op).backends
+    assert (sent.where, sent.preferred) == (own.where, own.preferred)

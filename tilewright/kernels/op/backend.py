@@ -218,7 +218,8 @@ class Backends:
     def __init__(self, op: str, where: Sequence[str], preferred: PreferredBackends = MappingProxyType({})) -> None:
         if wrong := [each for each in where if not isinstance(each, str) or not all(each.partition(":"))]:
             raise ValueError(f'the backends of {op} must be strings "module:Class", got {wrong}')
-        self._op, self.where, self.preferred = op, tuple(where), preferred
+        # A dict, as mapping proxies cannot be sent to the process in which an op is tuned.
+        self._op, self.where, self.preferred = op, tuple(where), dict(preferred)
 
     def __iter__(self) -> Iterator[Loaded]:
         # Lazily, so that a backend behind the one that serves a call is not imported.
