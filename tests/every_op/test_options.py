@@ -39,8 +39,8 @@ WITHOUT_CASE: dict[str, Any] = {
 """Values of options that no case has: the mask of kl's small case, and what only an op's own code passes."""
 
 WITHOUT_ROW: dict[str, frozenset[str]] = {
-    "precision": frozenset({"hopper", "triton", "xla", "ragged_dot", "cuda", "cudnn", "fa4"}),
-    "kv_starts": frozenset({"triton", "xla"}),
+    "precision": frozenset({"hopper", "triton", "xla", "ragged_dot", "cuda", "cudnn", "fa4", "tpu"}),
+    "kv_starts": frozenset({"triton", "tpu", "xla"}),
     "eps": frozenset({"triton", "xla"}),
     "weight_offset": frozenset({"triton", "xla"}),
     "is_part": frozenset({"hopper", "triton", "tpu", "xla"}),
