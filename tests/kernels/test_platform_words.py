@@ -113,7 +113,7 @@ def test_reasons_are_found_under_every_word():
     assert "pallas:hopper" in rejected
     assert "xla:cudnn" not in rejected
     assert rejected.get("xla:xla") is None  # it is the chosen one
-    assert list(rejected) == ["hopper", "cuda", "cudnn", "fa4", "triton"]
+    assert list(rejected) == ["hopper", "tpu", "cuda", "cudnn", "fa4", "triton"]
     assert rejected == dict(rejected)
 
 

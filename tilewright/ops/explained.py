@@ -13,7 +13,8 @@ from tilewright.ops.types import Device
 _EXTRA = re.compile(r"tilewright\[(\w+)\]")
 """The extra of this package that a reason against a backend names."""
 
-_NEEDS_GPU = re.compile(r"needs a (CUDA )?GPU\b")
+_NEEDS = {"gpu": re.compile(r"needs a (CUDA )?GPU\b"), "tpu": re.compile(r"needs a TPU\b")}
+"""The reason against a backend on a device of another kind."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class ProgramExplanation:
     def __str__(self) -> str:
         if not self.calls:
             return "no call of a kernel of tilewright"
-        every = [line for both in self._calls for line in both.lines(self._need_gpu)]
+        every = [line for both in self._calls for line in both.lines(self._of_other_kinds)]
         return "\n".join([self.head, *every, *self.summary])
 
     @property
@@ -129,18 +130,22 @@ class ProgramExplanation:
             seen[key, call.direction] += 1
         return [_Both(tuple(same)) for same in found.values()]
 
-    @property
-    def _need_gpu(self) -> list[str]:
-        """The backends that need a GPU, if the device is none."""
+    def _need(self, kind: str) -> list[str]:
+        """The backends that need a kind of device, if the device is none."""
         rejected = [item for call in self.calls for item in call.choice.rejected.items()]
-        names = [name for name, why in rejected if any(map(_NEEDS_GPU.match, why))]
-        return [] if self.device.kind == "gpu" else list(dict.fromkeys(names))
+        names = [name for name, why in rejected if any(map(_NEEDS[kind].match, why))]
+        return [] if self.device.kind == kind else list(dict.fromkeys(names))
+
+    @property
+    def _of_other_kinds(self) -> list[str]:
+        """The backends for other kinds of devices, of which no call says so again."""
+        return [name for kind in _NEEDS for name in self._need(kind)]
 
     @property
     def summary(self) -> list[str]:
         """The backends that need a GPU, the calls by backend, and the packages that would give some another one."""
         found = []
-        if names := self._need_gpu:
+        if names := self._need("gpu"):
             need = "needs" if len(names) == 1 else "need"
             found.append(
                 f"there is no GPU, which {_listed(names)} {need}; tilewright.target_device explains for one elsewhere"
@@ -169,7 +174,7 @@ class ProgramExplanation:
             return f"<p>{self}</p>"
         rows = [f"<tr>{''.join(f'<th>{head}</th>' for head in ('call', 'config', 'why no other'))}</tr>"]
         for both in self._calls:
-            lines = chosen_lines(both.choices), other_lines(both.choices, self._need_gpu)
+            lines = chosen_lines(both.choices), other_lines(both.choices, self._of_other_kinds)
             shown = map(_escaped, (both.subject, *lines))
             rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in shown)}</tr>")
         return f"<p>{_escaped([self.head])}</p><table>{''.join(rows)}</table><p>{_escaped(self.summary)}</p>"

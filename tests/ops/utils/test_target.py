@@ -54,7 +54,9 @@ def test_selection_sees_it_and_afterwards_the_device_that_is_here():
     assert active_target() is None
 
 
-@pytest.mark.parametrize(("name", "platform", "call"), [(H200, "cuda", ["mosaic_gpu_v2"]), (TPU, "tpu", [])])
+@pytest.mark.parametrize(
+    ("name", "platform", "call"), [(H200, "cuda", ["mosaic_gpu_v2"]), (TPU, "tpu", ["tpu_custom_call"])]
+)
 def test_programs_are_lowered_for_its_platform(name: str, platform: str, call: list[str]):
     with tilewright.target_device(name):
         lowered = jax.jit(causal).lower(Q)
