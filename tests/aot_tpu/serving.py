@@ -107,7 +107,7 @@ def prefilling(tile_rows: int = 4096, block_k: int = 512, length: int = 2048) ->
     kv_heads, groups, dim, tokens = 8, 4, 128, 64
     count = tile_rows // (kv_heads * groups)
     blocks = Blocks(tokens, kv_heads, block_k // tokens, length // tokens, 1, (*Work._fields, *chunk.TileWork._fields))
-    made = chunk.ChunkCall(blocks, count * groups, groups, dim, dim, False, None, None, dim**-0.5, False, None, False)
+    made = chunk.ChunkCall(blocks, count * groups, dim, dim, False, None, None, dim**-0.5, False, None, False, groups)
 
     def field(step: Step, name: str) -> Any:
         known = {"next": 1, "tokens": count, "opens": 1, "closes": 1, "first": length - count}

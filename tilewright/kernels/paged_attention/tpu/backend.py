@@ -16,6 +16,7 @@ from tilewright.kernels.paged_attention.token_layout import boundaries, bounded,
 from tilewright.kernels.paged_attention.tpu import chunk, decode
 from tilewright.kernels.paged_attention.tpu.pages import (
     Blocks,
+    PagedCall,
     cache_reasons,
     is_copied,
     paged_view,
@@ -132,19 +133,10 @@ def _decode(inputs: PagedInputs, params: TpuPagedParams, count: int, wanted: jax
     steps = -(-sequences // cores) * cores
     tile = tile_rows(inputs.dtype.itemsize)
     padded = -(-rows // tile) * tile
-    several = count > 1
     call = decode.DecodeCall(
         blocks=Blocks.of(inputs, params.block_rows, steps),
         rows=padded,
-        head_dim=inputs.head_dim,
-        value_dim=inputs.value_dim,
-        latent=inputs.value is None,
-        left=inputs.left if several else None,
-        right=inputs.right if several else None,
-        softmax_scale=inputs.softmax_scale,
-        scaled=inputs.key_scale is not None,
-        soft_cap=inputs.logits_soft_cap,
-        slopes=inputs.alibi_slopes is not None,
+        **PagedCall.facts(inputs) | ({} if count > 1 else {"left": None, "right": None}),
         cores=cores,
     )
     table = table_of(inputs)
@@ -177,15 +169,7 @@ def _chunks(inputs: PagedInputs, params: TpuPagedParams, cum: jax.Array, longer:
         ),
         rows=tokens * groups,
         groups=groups,
-        head_dim=inputs.head_dim,
-        value_dim=inputs.value_dim,
-        latent=inputs.value is None,
-        left=inputs.left,
-        right=inputs.right,
-        softmax_scale=inputs.softmax_scale,
-        scaled=inputs.key_scale is not None,
-        soft_cap=inputs.logits_soft_cap,
-        slopes=inputs.alibi_slopes is not None,
+        **PagedCall.facts(inputs),
     )
     query = jnp.pad(inputs.query, ((0, -inputs.tokens % tokens), (0, 0), (0, 0)))
     # By key head: [tokens, kv_heads, groups, head_dim] to [kv_heads, tokens · groups, head_dim].

@@ -32,7 +32,15 @@ from tilewright.kernels.masks import Index
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.token_layout import bounded
 from tilewright.kernels.paged_attention.tpu.decode import SCALE, SINK_MAX, SINK_TOTAL, SLOPE, VALUE_SCALE
-from tilewright.kernels.paged_attention.tpu.pages import Blocks, Reader, Step, Work, in_lanes, rows_at, work_of
+from tilewright.kernels.paged_attention.tpu.pages import (
+    PagedCall,
+    Reader,
+    Step,
+    Work,
+    in_lanes,
+    rows_at,
+    work_of,
+)
 from tilewright.kernels.tpu.device import LANES, vmem_bytes
 from tilewright.kernels.tpu.launch import run_kernel
 from tilewright.ops.utils.device import current_device
@@ -87,29 +95,14 @@ def tile_work(inputs: PagedInputs, table: jax.Array, cum: jax.Array, tokens: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ChunkCall:
-    """Static facts of a call.
+class ChunkCall(PagedCall):
+    """Static facts of a call, whose rows are query tokens × ``groups`` of a key head, whole vectors of lanes.
 
     Attributes:
-      blocks: of pages.
-      rows: of a tile and key head: query tokens × ``groups``, whole vectors of lanes.
       groups: query heads of a key head.
-      latent: the first ``value_dim`` elements of a key are the value.
-      scaled: keys have scales of their own.
     """
 
-    blocks: Blocks
-    rows: int
     groups: int
-    head_dim: int
-    value_dim: int
-    latent: bool
-    left: int | None
-    right: int | None
-    softmax_scale: float
-    scaled: bool
-    soft_cap: float | None
-    slopes: bool
 
 
 class State(NamedTuple):

@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.masks import Index
-from tilewright.kernels.paged_attention.tpu.pages import Blocks, Reader, Step, Work, in_lanes, rows_at
+from tilewright.kernels.paged_attention.tpu.pages import Blocks, PagedCall, Reader, Step, Work, in_lanes, rows_at
 from tilewright.kernels.tpu.device import LANES, vmem_bytes
 from tilewright.kernels.tpu.launch import run_kernel
 from tilewright.ops.utils.device import current_device
@@ -41,33 +41,17 @@ PART = 4096
 """Columns of logits of one step of the online softmax: matmuls of one chunk overlap with the softmax of another."""
 
 SCALE, SLOPE, SINK_MAX, SINK_TOTAL, VALUE_SCALE, HEAD, TOKEN = range(7)
-"""Columns of the numbers that each row of queries has: see `DecodeCall`."""
+"""Columns of the numbers that each row of queries has: see `decode`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DecodeCall:
-    """Static facts of a call.
+class DecodeCall(PagedCall):
+    """Static facts of a call, whose rows are query tokens × heads, padded to whole tiles.
 
     Attributes:
-      blocks: of pages.
-      rows: of a step: query tokens × heads, padded to whole tiles.
-      value_dim: elements of a value; with ``latent`` the first of a key.
-      scaled: keys have scales of their own.
-      left, right: as in `PagedInputs`; ``None`` as well if all rows of a step have one position.
       cores: that the steps are dealt out to.
     """
 
-    blocks: Blocks
-    rows: int
-    head_dim: int
-    value_dim: int
-    latent: bool
-    left: int | None
-    right: int | None
-    softmax_scale: float
-    scaled: bool
-    soft_cap: float | None
-    slopes: bool
     cores: int = 1
 
 

@@ -193,6 +193,46 @@ class Blocks:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PagedCall:
+    """Static facts of a call.
+
+    Attributes:
+      blocks: of pages.
+      rows: of queries in a step.
+      value_dim: elements of a value; with ``latent`` the first of a key.
+      scaled: keys have scales of their own.
+      left, right: as in `PagedInputs`; ``None`` as well if all rows of a step have one position.
+    """
+
+    blocks: Blocks
+    rows: int
+    head_dim: int
+    value_dim: int
+    latent: bool
+    left: int | None
+    right: int | None
+    softmax_scale: float
+    scaled: bool
+    soft_cap: float | None
+    slopes: bool
+
+    @staticmethod
+    def facts(inputs: PagedInputs) -> dict[str, Any]:
+        """The fields that follow from the inputs: all but ``blocks`` and ``rows``."""
+        return {
+            "head_dim": inputs.head_dim,
+            "value_dim": inputs.value_dim,
+            "latent": inputs.value is None,
+            "left": inputs.left,
+            "right": inputs.right,
+            "softmax_scale": inputs.softmax_scale,
+            "scaled": inputs.key_scale is not None,
+            "soft_cap": inputs.logits_soft_cap,
+            "slopes": inputs.alibi_slopes is not None,
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Step:
     """The pages that a step of the grid reads: fields of its work as numbers, and the blocks that they mean."""
 
