@@ -1,0 +1,86 @@
+"""Sequences of different lengths in one array, for ops that carry a state from token to token."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.kernels.op.arguments import as_array, identifiers, integer_array
+
+PADDING = -1
+"""The sequence of a token that belongs to none."""
+
+
+def sequence_arrays(
+    batch: int, length: int, cum_seqlens: object, segment_ids: object, seq_lengths: object
+) -> dict[str, jax.Array | None]:
+    """Checks the three descriptions of sequences, of which a call has at most one, and returns them by name as int32.
+
+    Args:
+      batch, length: the leading dimensions of the tokens, ``[batch, length, ...]``.
+      cum_seqlens: ``[sequences + 1]``: where sequences begin and end in the one row of a packed call. The first may
+        be more than 0, the last less than the length.
+      segment_ids: ``[batch, length]``: a sequence ends where the id changes; tokens of negative ids are padding.
+      seq_lengths: ``[batch]``: the tokens of each row; those behind them are padding.
+    """
+    given = {"cum_seqlens": cum_seqlens, "segment_ids": segment_ids, "seq_lengths": seq_lengths}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise ValueError(f"a call describes its sequences in one way, got {' and '.join(names)}")
+    found: dict[str, jax.Array | None] = dict.fromkeys(given)
+    if cum_seqlens is not None:
+        if batch != 1:
+            raise ValueError(f"cum_seqlens are for sequences packed into one row: batch must be 1, got {batch}")
+        shape = as_array("cum_seqlens", cum_seqlens).shape
+        if len(shape) != 1 or shape[0] < 1:
+            raise ValueError(f"cum_seqlens must have the shape [sequences + 1], got {tuple(shape)}")
+        found["cum_seqlens"] = integer_array("cum_seqlens", cum_seqlens, tuple(shape), False)
+    if segment_ids is not None:
+        found["segment_ids"] = identifiers("segment_ids", segment_ids, (batch, length), False)
+    if seq_lengths is not None:
+        found["seq_lengths"] = integer_array("seq_lengths", seq_lengths, (batch,), False)
+    return found
+
+
+def num_sequences(batch: int, cum_seqlens: jax.Array | None) -> int:
+    """The number of sequences that have a state of their own: those of a packed row, or one for each row."""
+    return batch if cum_seqlens is None else cum_seqlens.shape[0] - 1
+
+
+def sequence_ids(
+    batch: int,
+    length: int,
+    *,
+    cum_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    seq_lengths: jax.Array | None = None,
+) -> jax.Array | None:
+    """``[batch, length]`` int32: the sequence of each token, ``PADDING`` where it has none; None for whole rows.
+
+    Sequences are numbered from 0 in each row, in order. Segments that have the same id and do not touch are two.
+    """
+    position = jnp.arange(length, dtype=jnp.int32)
+    if cum_seqlens is not None:
+        found = jnp.searchsorted(cum_seqlens, position, side="right").astype(jnp.int32) - 1
+        inside = (position >= cum_seqlens[0]) & (position < cum_seqlens[-1])
+        return jnp.where(inside, found, PADDING)[None]
+    if segment_ids is not None:
+        begins = segment_ids[:, 1:] != segment_ids[:, :-1]
+        numbers = jnp.cumsum(jnp.pad(begins, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
+        return jnp.where(segment_ids >= 0, numbers, PADDING)
+    if seq_lengths is not None:
+        return jnp.where(position < seq_lengths[:, None], 0, PADDING)
+    return None
+
+
+def begins(ids: jax.Array) -> jax.Array:
+    """True for the first token of each sequence, from ``sequence_ids``."""
+    before = jnp.pad(ids[:, :-1], ((0, 0), (1, 0)), constant_values=PADDING)
+    return (ids != before) & (ids != PADDING)
+
+
+def without_padding(array: jax.Array, ids: jax.Array | None) -> Any:
+    """``[batch, length, ...]`` with zeros in the rows of tokens that belong to no sequence, which may hold NaN."""
+    if ids is None:
+        return array
+    return jnp.where(jnp.expand_dims(ids != PADDING, range(2, array.ndim)), array, jnp.zeros((), array.dtype))
