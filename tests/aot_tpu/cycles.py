@@ -9,38 +9,89 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import tilewright
-from tests.aot_tpu.compiler import TPUS
+from tests.aot_tpu.compiler import TPUS, report
 from tilewright.kernels import OPS, kernel
 from tilewright.kernels.op.choice import Platform
 from tilewright.ops import Invocation
 from tilewright.ops.kernel.prepared import prepared
-from tilewright.ops.tuning.simulated import Simulated, simulated
+from tilewright.ops.tuning.simulated import Simulated, estimated, simulated
 from tilewright.ops.utils.known_devices import find_device
 
 FILE = Path(__file__).with_name("cycles.json")
 TOLERANCE = 0.03
 
 _ATTENTION = {"batch": 1, "heads": 2, "kv_heads": 2, "q_length": 4096, "kv_length": 4096, "causal": True}
-_SERVING = {"sequences": 8, "heads": 32, "kv_heads": 8, "head_dim": 128, "kv_length": 2048, "page_size": 64}
-_MATRICES = {"rows": 2048, "k": 1024, "n": 1024, "groups": 4}
-_LOSS = {"tokens": 1024, "d": 1024, "vocab": 8192}
 CALLS: dict[str, dict[str, dict[str, Any]]] = {
     "flash_attention": {
         "causal 4k, d 128": _ATTENTION | {"head_dim": 128},
         "causal 2k, d 256": _ATTENTION | {"head_dim": 256, "q_length": 2048, "kv_length": 2048},
     },
-    "page_attention": {"8 sequences of 2k": _SERVING},
-    "ragged_page_attention": {"8 sequences of 2k": _SERVING},
-    "grouped_matmul": {"4 groups": _MATRICES},
-    "gated_grouped_matmul": {"4 groups": _MATRICES},
-    "linear_cross_entropy": {"1k of 8k": _LOSS},
+    # The simulator follows the steps of no array, such as those of a cache's pages, and for minutes and 9 GB those of
+    # XLA's between kernels of the loss: of these ops there are programs of one kernel.
+    "decode_attention": {},
+    "page_attention": {},
+    "ragged_decode_attention": {},
+    "ragged_page_attention": {},
+    "unified_attention": {},
+    "chunked_prefill_paged_decode": {},
+    "mla_decode": {},
+    "mla_ragged_page_attention": {},
+    "linear_cross_entropy": {},
 }
 """Fields of cases by op and name, in bfloat16; of other ops with a backend for TPUs the small call is simulated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One kernel on one chip, with constants for what the simulator knows nothing of.
+
+    Attributes:
+      make: as `report` takes it.
+      options: arguments of ``make``.
+    """
+
+    name: str
+    tpu: str
+    make: str
+    flops: float
+    options: dict[str, Any]
+
+    @functools.cached_property
+    def found(self) -> "Found":
+        """The cycles."""
+        compiled = report(self.tpu, f"{__package__}.{self.make}", simulate=True, **self.options)
+        return Found(estimated(None, compiled, self.tpu, self.flops, 0), self.flops)
+
+
+def programs() -> Iterator[Program]:
+    """Every kernel for TPUs, alone."""
+    for tpu in TPUS:
+        for direction, head_dim, causal in (
+            ("forward", 128, False),
+            ("forward", 128, True),
+            ("forward", 256, False),
+            ("backward", 128, False),
+            ("backward", 128, True),
+        ):
+            options: dict[str, Any] = {"tpu": tpu, "direction": direction, "number": 0, "length": 4096}
+            options |= {"head_dim": head_dim, "value_dim": head_dim, **({"causal": True} if causal else {})}
+            flops = 4 * 4096**2 * head_dim * (2.5 if direction == "backward" else 1) / (2 if causal else 1)
+            name = f"attention, {'causal ' if causal else ''}4k, d {head_dim} {direction}"
+            yield Program(name, tpu, "attention_calls:attention", flops, options)
+        yield Program(
+            "decoding, 4 sequences of 2k, without copies", tpu, "serving:decoding", 4 * 4 * 2048 * 32 * 128, {}
+        )
+        yield Program("prefilling, 128 tokens of 2k", tpu, "serving:prefilling", 4 * 128 * 2048 * 32 * 128, {})
+        for make in ("statistics", "gradients"):
+            sizes = {"tokens": 2048, "d": 4096, "vocab": 4096}
+            flops = 2 * math.prod(sizes.values())
+            yield Program(f"loss, {make}", tpu, f"losses:{make}", flops, {"tpu": tpu, **sizes})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +155,9 @@ def calls_of(op: str) -> dict[str, dict[str, Any]]:
     return CALLS.get(op, {"small": {}})
 
 
-def budgets() -> Iterator[Budget]:
-    """Every direction of every call by every backend for TPUs."""
+def budgets() -> Iterator[Budget | Program]:
+    """Every direction of every call by every backend for TPUs, and their kernels alone."""
+    yield from programs()
     for op in OPS:
         directions = ("forward", "backward") if kernel(op).differentiable else ("forward",)
         for backend in kernel(op).backends.usable:
@@ -138,6 +190,8 @@ def main(arguments: list[str] | None = None) -> None:
     record: dict[str, Any] = {"libtpu": libtpu(), **{tpu: dict(before[tpu]) if given.only else {} for tpu in TPUS}}
     for budget in budgets():
         if given.only in budget.name and (found := budget.found) is not None:
+            if found.simulated.report.error:
+                raise SystemExit(f"{budget.tpu}, {budget.name}: {found.simulated.report.error}")
             record[budget.tpu][budget.name] = row = found.as_json(budget.tpu)
             print(f"{budget.tpu:8} {budget.name}: {row}", flush=True)
     if given.write:

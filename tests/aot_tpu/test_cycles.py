@@ -3,13 +3,13 @@
 import pytest
 
 from tests.aot_tpu.compiler import TPUS
-from tests.aot_tpu.cycles import TOLERANCE, Budget, budgets, libtpu, recorded
+from tests.aot_tpu.cycles import TOLERANCE, Budget, Program, budgets, libtpu, recorded
 
 AGAIN = "python -m tests.aot_tpu.cycles --write"
 
 
 @pytest.mark.parametrize("budget", list(budgets()), ids=lambda budget: f"{budget.name}-{budget.tpu}")
-def test_cycles_are_as_recorded(budget: Budget) -> None:
+def test_cycles_are_as_recorded(budget: Budget | Program) -> None:
     record = recorded()
     if libtpu() != record["libtpu"]:
         pytest.skip(f"the record is of libtpu {record['libtpu']}, this is {libtpu()} ({AGAIN})")

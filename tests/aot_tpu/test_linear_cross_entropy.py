@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 from tests.aot_tpu.compiler import TPUS, report
-from tilewright.modules import linear_cross_entropy
+from tests.aot_tpu.cycles import recorded
 
 CALLS: dict[str, dict[str, Any]] = {
     "llama 3": {"tokens": 8192, "d": 4096, "vocab": 128256},
@@ -17,22 +16,11 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(tokens: int, d: int, vocab: int, dtype: str = "bfloat16", **options: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The loss with the gradients of x and weight."""
-    struct, vocab_first = jax.ShapeDtypeStruct, options.get("vocab_first", False)
-    arrays = (
-        struct((tokens, d), jnp.dtype(dtype)),
-        struct((vocab, d) if vocab_first else (d, vocab), jnp.dtype(dtype)),
-        struct((tokens,), jnp.int32),
-    )
-    return jax.value_and_grad(lambda *given: linear_cross_entropy(*given, **options), (0, 1)), arrays
-
-
 @pytest.mark.parametrize("tpu", TPUS)
 @pytest.mark.parametrize("name", CALLS)
 def test_loss_and_gradients(name: str, tpu: str):
     call = CALLS[name]
-    found = report(tpu, "tests.aot_tpu.test_linear_cross_entropy:make", **call)
+    found = report(tpu, "tests.aot_tpu.losses:call", **call)
     assert not found.error, found.error
     assert found.bundles  # of our kernels, not of XLA's matmuls
     itemsize = jnp.dtype(call.get("dtype", "bfloat16")).itemsize
@@ -43,3 +31,9 @@ def test_loss_and_gradients(name: str, tpu: str):
     assert found.peak_bytes < 2 * (x + weight) + (1 << 29) + 12 * call["tokens"] * call["d"] + padded + (1 << 28)
     # The sums of a product of several registers' width: they do not fit into registers, and go beside the products.
     assert found.spills < 0.4 * found.bundles
+
+
+@pytest.mark.parametrize("tpu", TPUS)
+@pytest.mark.parametrize("kernel", ["statistics", "gradients"])
+def test_kernels_keep_the_mxu_busy(kernel: str, tpu: str):
+    assert recorded()[tpu][f"loss, {kernel}"]["share"] >= 0.6

@@ -34,7 +34,7 @@ MAX_STEPS = 512
 _MEMORY = 14 << 30  # the simulator takes all that there is for a grid of many steps
 _LARGE = 4 << 30  # bytes after which a process is replaced
 _SECONDS = 180.0  # blocks of thousands of rows are unrolled for minutes
-_FATAL = re.compile(r"Static LLO profiling of \S+ failed: (.*)")
+_FATAL = re.compile(r"^F\d{4} .*?\] (?:Static LLO profiling of \S+ failed: )?(.*)", re.MULTILINE)
 _OPS = re.compile(r"^HLO: %?(\S+)", re.MULTILINE)
 _COUNTS = re.compile(r"^ - (\w+(?: \w+)?): \((\d+)/(\d+)\)", re.MULTILINE)
 # Of one jax.Device: the clock is its peak over what its matrix units compute in a cycle.

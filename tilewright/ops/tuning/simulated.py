@@ -70,7 +70,16 @@ def simulated(inv: Invocation[Any, Any], config: object, flops: float, bytes_acc
     """
     plain = dataclasses.replace(inv.abstract(), metadata=None)
     found = report(inv.target.name, f"{__name__}:{program.__name__}", plain, config, simulate=True)
-    seconds = estimated_seconds(inv.target.name, found.kernel_cycles, flops, bytes_accessed)
+    return estimated(config, found, inv.target.name, flops, bytes_accessed)
+
+
+def estimated(config: object, found: TpuReport, tpu: str, flops: float, bytes_accessed: float) -> Simulated:
+    """The time that a simulated program with a config may take.
+
+    Args:
+      flops, bytes_accessed: those that it cannot do without.
+    """
+    seconds = estimated_seconds(tpu, found.kernel_cycles, flops, bytes_accessed)
     why_not = ""
     if found.error:
         why_not = found.error.partition("\n")[0]
