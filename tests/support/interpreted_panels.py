@@ -22,8 +22,8 @@ from tilewright.kernels.hopper import rows as indexed_rows
 from tilewright.kernels.hopper.matmul import kernel, mask
 from tilewright.kernels.hopper.panels import PanelRef
 from tilewright.kernels.hopper.rows import RowsOfTile
-from tilewright.kernels.hopper.types import Ref
 from tilewright.kernels.numerics.dropout import LANES, keep_elements
+from tilewright.kernels.pallas_types import Ref
 
 
 def patches() -> Iterator[tuple[Any, str, Any]]:

@@ -12,7 +12,7 @@ from jax import lax
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.ring import Ring, RingPlan
 from tilewright.kernels.hopper.shared import SharedTile
-from tilewright.kernels.hopper.types import Ref
+from tilewright.kernels.pallas_types import Ref
 
 CONSUMERS = 2
 ROWS = 64  # per consumer

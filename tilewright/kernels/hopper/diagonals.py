@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.mosaic_diagonals import add_diagonal_sums, toeplitz_tile
 from tilewright.kernels.hopper.tiles import ROWS
-from tilewright.kernels.hopper.types import Ref
+from tilewright.kernels.pallas_types import Ref
 
 
 def load_toeplitz_tile(values: Ref, columns: int, *, ascending: bool) -> jax.Array:

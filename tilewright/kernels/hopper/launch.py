@@ -10,8 +10,8 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import CLUSTER_AXIS, RingPlan
 from tilewright.kernels.hopper.shared import TileStack
 from tilewright.kernels.hopper.turns import TurnsPlan
-from tilewright.kernels.hopper.types import Ref
 from tilewright.kernels.in_place import apart
+from tilewright.kernels.pallas_types import Ref
 from tilewright.ops.utils.running import device_kernel_name
 
 

@@ -30,7 +30,7 @@ from tilewright.kernels.hopper.mosaic_mma import (
     panelled_operand,
     transposed_operand,
 )
-from tilewright.kernels.hopper.types import Index, Part, Ref
+from tilewright.kernels.pallas_types import Index, Part, Ref
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

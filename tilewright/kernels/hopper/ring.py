@@ -30,7 +30,7 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.limits import BARRIER_BYTES, MAX_BARRIERS
 from tilewright.kernels.hopper.panels import load_tile
 from tilewright.kernels.hopper.shared import SharedTile
-from tilewright.kernels.hopper.types import Condition, Ref, Scalar
+from tilewright.kernels.pallas_types import Condition, Ref, Scalar
 
 CLUSTER_AXIS = "cluster"
 """The name of a CTA's index in its cluster."""

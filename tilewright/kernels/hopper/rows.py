@@ -17,7 +17,7 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.limits import WARPGROUP_THREADS
 from tilewright.kernels.hopper.mosaic_rows import ROWS_AT_A_TIME, arrive_primitive, copy_sources, load_sources
 from tilewright.kernels.hopper.panels import PanelRef
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 
 class IndexedRows(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 type ItemLists[Items] = tuple[Items | None, Items]
 """`program_lists`; or None and the item of each program, if it has one."""

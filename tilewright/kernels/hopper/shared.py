@@ -14,7 +14,7 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.layouts import Layout, Swizzle, SwizzledLayout, blocked_product, row_major
 from tilewright.kernels.hopper.limits import SHARED_ALIGNMENT, SWIZZLE_ROWS, SWIZZLES
 from tilewright.kernels.hopper.panels import PanelRef
-from tilewright.kernels.hopper.types import Ref
+from tilewright.kernels.pallas_types import Ref
 
 # A type checker takes the transforms of jax 0.12 for abstract, because one method of their base has no body.
 _mosaic: Any = plgpu

@@ -8,7 +8,7 @@ from jax import lax
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.limits import WGMMA_M
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 ROWS = WGMMA_M
 """Rows of a warpgroup's tile: the M of wgmma."""

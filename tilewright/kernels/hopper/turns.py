@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tilewright.kernels.hopper import mosaic as plgpu
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ from tilewright.kernels.hopper.panels import mma, store_tile
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import operands_of, run_warpgroup
 from tilewright.kernels.hopper.tiles import ROWS, column_layout, opaque_zero, store_unoptimised
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 
 def key_value_kernel(

@@ -18,7 +18,7 @@ from tilewright.kernels.flash_attention.hopper.scores import BiasTiles, ScoreArr
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import decode_tile_index, group_sizes
 from tilewright.kernels.hopper.tiles import ROWS
-from tilewright.kernels.hopper.types import Condition, Ref, Scalar
+from tilewright.kernels.pallas_types import Condition, Ref, Scalar
 
 L2_BYTES = 48 << 20
 """Nearly the L2 cache of an H100 or H200."""

@@ -30,7 +30,7 @@ from tilewright.kernels.flash_attention.hopper.plans import DqMmaTile
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.panels import mma
 from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, store_unoptimised, tile_layout
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 
 def accumulate_dq_of_item(ctx: KeyValueContext, item_index: Scalar, item: Scalar, first: Scalar) -> Scalar:

@@ -67,7 +67,7 @@ from tilewright.kernels.hopper.ring import Ring, RingPlan
 from tilewright.kernels.hopper.schedule import decode_tile_index, operands_of, run_warpgroup
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, row_layout, store_unoptimised
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 NUM_STAGES = 2  # of the rings of K and V
 

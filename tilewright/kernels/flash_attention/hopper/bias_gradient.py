@@ -24,7 +24,7 @@ from tilewright.kernels.hopper.limits import TMA_STRIDE_BYTES
 from tilewright.kernels.hopper.panels import PanelRef, store_tile
 from tilewright.kernels.hopper.shared import SharedTile, aligned_bytes
 from tilewright.kernels.hopper.tiles import ROWS, row_layout, store_unoptimised, tile_layout
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 BIAS_TILE = 128
 """Keys and queries to whose multiple the gradient is padded in global memory: those of the largest step."""

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from tilewright.kernels.flash_attention.hopper.params import BackwardParams
 from tilewright.kernels.flash_attention.hopper.scores import ScoreArrays, ScoreOptions
-from tilewright.kernels.hopper.types import Scalar
+from tilewright.kernels.pallas_types import Scalar
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

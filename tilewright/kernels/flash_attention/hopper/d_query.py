@@ -25,8 +25,8 @@ from tilewright.kernels.hopper.panels import store_tile
 from tilewright.kernels.hopper.schedule import ITEM_OVERHEAD, decode_tile_index
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS, opaque_zero, tile_layout
-from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.in_place import frozen
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 STRIP = 8
 """Columns of dQ that are contiguous in the accumulator: a warp's store of a wgmma accumulator is then 256 contiguous

@@ -16,7 +16,7 @@ from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.panels import load_tile
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS, row_layout, store_unoptimised, tile_layout
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 MINUS_LSE, MINUS_DELTA = 0, 1
 """Rows of the statistics (``BackwardCall.statistics``). Before delta is known the second row holds the gradient of

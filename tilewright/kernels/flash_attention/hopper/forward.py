@@ -87,7 +87,7 @@ from tilewright.kernels.hopper.softmax import (
 )
 from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, tile_layout
 from tilewright.kernels.hopper.turns import Turns
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 CACHED_KEYS_AND_VALUES = 24 << 20
 """Bytes of keys and values that are worked on at a time: about half of the L2 cache."""

@@ -18,7 +18,7 @@ from tilewright.kernels.hopper.schedule import decode_tile_index
 from tilewright.kernels.hopper.softmax import AttentionResults
 from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.hopper.turns import Turns
-from tilewright.kernels.hopper.types import Condition, Ref, Scalar
+from tilewright.kernels.pallas_types import Condition, Ref, Scalar
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

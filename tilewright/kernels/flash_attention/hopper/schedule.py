@@ -18,8 +18,8 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from tilewright.kernels.flash_attention.masking import Band, split_mask
-from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 from tilewright.kernels.masks import Mask, TileClass, TileGrid
+from tilewright.kernels.pallas_types import Condition, Ref, Scalar
 
 type TableRefs = tuple[Ref, ...]
 """References to the `Tables` of a ``TableSchedule`` in a kernel; empty for a ``BandSchedule``."""

@@ -34,7 +34,6 @@ from tilewright.kernels.hopper.ring import Ring, RingPlan, when
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.softmax import LOG2E
 from tilewright.kernels.hopper.tiles import spread, tile_layout
-from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 from tilewright.kernels.masks import (
     AndMask,
     BandMask,
@@ -44,6 +43,7 @@ from tilewright.kernels.masks import (
     OrMask,
     SegmentMask,
 )
+from tilewright.kernels.pallas_types import Condition, Ref, Scalar
 from tilewright.ops.types import Direction
 
 LANE_COLUMNS = 6

@@ -17,8 +17,8 @@ from tilewright.kernels.flash_attention.mask_terms import MaskParts
 from tilewright.kernels.flash_attention.masking import FAR
 from tilewright.kernels.flash_attention.tpu.params import TpuTiles, Unit, balanced_block, units
 from tilewright.kernels.flash_attention.tpu.schedule import Kinds, Schedule, Step
-from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 from tilewright.kernels.masks import TileGrid
+from tilewright.kernels.pallas_types import Condition, Ref, Scalar
 from tilewright.kernels.tpu.device import LANES, SUBLANES
 from tilewright.kernels.tpu.launch import Order, run_kernel
 

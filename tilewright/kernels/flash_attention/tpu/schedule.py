@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 
 from tilewright.kernels.flash_attention.masking import FAR, Band, split_mask
-from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 from tilewright.kernels.masks import Mask, TileClass, TileClasses, TileGrid, reduce_classes
+from tilewright.kernels.pallas_types import Condition, Ref, Scalar
 
 MAX_ENTRIES = 1 << 16
 """Largest number of entries of a table: 256 KiB of the scalar memory, of which a core has 1 MiB.

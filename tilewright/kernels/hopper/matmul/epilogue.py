@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 
-from tilewright.kernels.hopper.types import Scalar
+from tilewright.kernels.pallas_types import Scalar
 
 type Columns = tuple[jax.Array, ...]
 """A tile in registers, float32 or as it is stored, in blocks of columns that lie beside each other."""

@@ -58,7 +58,7 @@ from tilewright.kernels.hopper.matmul.sending import (
     fence_copies,
 )
 from tilewright.kernels.hopper.schedule import Rounds
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 BUFFERS = 3
 """Pieces for which a CTA has shared memory: one is loaded while another one is sent."""

@@ -26,7 +26,7 @@ from tilewright.kernels.hopper.rows import RowsOfTile, sources_of_tile
 from tilewright.kernels.hopper.schedule import Rounds
 from tilewright.kernels.hopper.tiles import store_unoptimised
 from tilewright.kernels.hopper.turns import TurnsPlan
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 
 class Factors(NamedTuple):

@@ -9,7 +9,7 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.mosaic_zeros import zero_lines
 from tilewright.kernels.hopper.panels import PanelRef
 from tilewright.kernels.hopper.ring import when
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 
 def mask_step(context: Any, step: Scalar, rest: Scalar) -> None:

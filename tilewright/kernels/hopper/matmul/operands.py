@@ -12,7 +12,7 @@ from tilewright.kernels.hopper.limits import SWIZZLE_ROWS, TMA_STRIDE_BYTES
 from tilewright.kernels.hopper.matmul.params import BLOCK_BYTES
 from tilewright.kernels.hopper.ring import Ring, RingPart
 from tilewright.kernels.hopper.shared import SharedTile
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.matmul.schedule import Work
 from tilewright.kernels.hopper.panels import mma
 from tilewright.kernels.hopper.tiles import row_layout, spread
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 SCALE_BLOCK = 128
 """Elements of K, and of n, that share a scale; an accumulator has as many columns."""

@@ -53,7 +53,7 @@ from tilewright.kernels.hopper.matmul.sending import (
 from tilewright.kernels.hopper.matmul.store import store_tile
 from tilewright.kernels.hopper.schedule import Rounds
 from tilewright.kernels.hopper.shared import SharedTile
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 BUFFERS = 2
 """Pieces for which a CTA has shared memory."""

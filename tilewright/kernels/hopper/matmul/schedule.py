@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tilewright.kernels.hopper.types import Scalar
+from tilewright.kernels.pallas_types import Scalar
 
 
 class Work(NamedTuple):

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.limits import BARRIER_BYTES, SHARED_ALIGNMENT, TMA_STRIDE_BYTES
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 PIECE_BYTES = 8192
 """The most bytes of a piece."""

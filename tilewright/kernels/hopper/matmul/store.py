@@ -10,7 +10,7 @@ from tilewright.kernels.hopper.limits import WGMMA_M
 from tilewright.kernels.hopper.matmul.epilogue import Columns
 from tilewright.kernels.hopper.matmul.schedule import Work
 from tilewright.kernels.hopper.panels import PanelRef
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 
 def store_tile(tile: Columns, target: Ref, buffers: Ref, work: Work, first_row: Scalar) -> None:

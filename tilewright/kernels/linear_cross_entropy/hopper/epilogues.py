@@ -16,7 +16,7 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.matmul.epilogue import Columns, Place
 from tilewright.kernels.hopper.softmax import LOG2E
 from tilewright.kernels.hopper.tiles import column_layout, row_layout, spread, tile_layout
-from tilewright.kernels.hopper.types import Ref
+from tilewright.kernels.pallas_types import Ref
 
 PART = 64
 """Columns that are taken at a time."""

@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from tilewright.kernels.hopper.types import Ref
 from tilewright.kernels.linear_cross_entropy.blocks.vocabulary import Head
 from tilewright.kernels.linear_cross_entropy.tpu.params import ROWS, TpuTile
+from tilewright.kernels.pallas_types import Ref
 from tilewright.kernels.tpu.device import LANES, VMEM_RESERVE
 from tilewright.kernels.tpu.launch import run_kernel
 

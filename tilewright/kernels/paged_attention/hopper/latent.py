@@ -67,7 +67,6 @@ from tilewright.kernels.hopper.softmax import (
     split_scale,
 )
 from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, row_layout, tile_layout
-from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.paged_attention.hopper.latent_context import (
     LEFT,
     REST,
@@ -90,6 +89,7 @@ from tilewright.kernels.paged_attention.hopper.latent_work import (
     LatentScratch,
     sequences_of_range,
 )
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 STEP_BITS = 24
 """Bits of the index of a step; lengths have 30, and a step has 64 keys."""

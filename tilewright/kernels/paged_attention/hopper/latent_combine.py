@@ -16,7 +16,6 @@ from jax import lax
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.softmax import AttentionResults
-from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.in_place import frozen
 from tilewright.kernels.paged_attention.hopper.latent_work import (
     VALUE_DIM,
@@ -26,6 +25,7 @@ from tilewright.kernels.paged_attention.hopper.latent_work import (
     last_of_sequence,
     part_of,
 )
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 TILES_AT_ONCE = 8
 """Rows of parts that a CTA loads before it needs the first: 4 registers of a thread for each."""

@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.softmax import AttentionResults
 from tilewright.kernels.hopper.tiles import ROWS
-from tilewright.kernels.hopper.types import Condition, Ref, Scalar
 from tilewright.kernels.paged_attention.hopper.latent_work import (
     BLOCK_K,
     HALF,
@@ -28,6 +27,7 @@ from tilewright.kernels.paged_attention.hopper.latent_work import (
     sequences_of_range,
     work_of_item,
 )
+from tilewright.kernels.pallas_types import Condition, Ref, Scalar
 
 LEFT, RIGHT, REST = pl.ds(0, HALF), pl.ds(HALF, HALF), pl.ds(VALUE_DIM, LATENT_DIM - VALUE_DIM)
 """Columns of the parts of a latent, and of a query."""

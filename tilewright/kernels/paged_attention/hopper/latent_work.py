@@ -12,8 +12,8 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import CLUSTER_AXIS, RingPart, RingPlan
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS
-from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.paged_attention.inputs import FAR
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 BLOCK_K = 64
 """Latents of a step; a page has a multiple of them."""

@@ -62,7 +62,6 @@ from tilewright.kernels.hopper.softmax import (
 )
 from tilewright.kernels.hopper.tiles import ROWS, across, opaque_zero, row_layout, store_unoptimised, tile_layout
 from tilewright.kernels.hopper.turns import Turns
-from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.paged_attention.hopper.packed_work import (
     CONSUMERS,
     FIELDS,
@@ -73,6 +72,7 @@ from tilewright.kernels.paged_attention.hopper.packed_work import (
     TileWork,
 )
 from tilewright.kernels.paged_attention.inputs import FAR
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 STEP_BITS = 24
 """Bits of the index of a step; lengths have 29, and a step has 128 keys."""

@@ -19,9 +19,9 @@ from tilewright.kernels.hopper.schedule import Rounds
 from tilewright.kernels.hopper.shared import SharedTile
 from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.hopper.turns import TurnsPlan
-from tilewright.kernels.hopper.types import Scalar
 from tilewright.kernels.paged_attention.inputs import FAR
 from tilewright.kernels.paged_attention.token_layout import TilePlan
+from tilewright.kernels.pallas_types import Scalar
 
 CONSUMERS = 2
 

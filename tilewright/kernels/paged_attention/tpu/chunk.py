@@ -27,7 +27,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
-from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.masks import Index
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.token_layout import bounded
@@ -41,6 +40,7 @@ from tilewright.kernels.paged_attention.tpu.pages import (
     rows_at,
     work_of,
 )
+from tilewright.kernels.pallas_types import Ref, Scalar
 from tilewright.kernels.tpu.device import LANES, vmem_bytes
 from tilewright.kernels.tpu.launch import run_kernel
 from tilewright.ops.utils.device import current_device

@@ -27,9 +27,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.masks import Index
 from tilewright.kernels.paged_attention.tpu.pages import Blocks, PagedCall, Reader, Step, Work, in_lanes, rows_at
+from tilewright.kernels.pallas_types import Ref, Scalar
 from tilewright.kernels.tpu.device import LANES, vmem_bytes
 from tilewright.kernels.tpu.launch import run_kernel
 from tilewright.ops.utils.device import current_device

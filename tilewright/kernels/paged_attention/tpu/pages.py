@@ -16,10 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
-from tilewright.kernels.hopper.types import Ref, Scalar
 from tilewright.kernels.masks import Index
 from tilewright.kernels.paged_attention.inputs import PagedInputs
 from tilewright.kernels.paged_attention.token_layout import bounded
+from tilewright.kernels.pallas_types import Ref, Scalar
 from tilewright.kernels.tpu.device import LANES, SUBLANES
 
 MAX_PAGE = 512

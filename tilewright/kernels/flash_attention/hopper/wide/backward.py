@@ -75,7 +75,7 @@ from tilewright.kernels.hopper.launch import run_kernel
 from tilewright.kernels.hopper.limits import REGISTERS
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import ItemLists, operands_of, programs_of, run_warpgroup
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 
 def wide_key_value_kernel(

@@ -19,7 +19,7 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import ItemLists, decode_tile_index
 from tilewright.kernels.hopper.tiles import opaque_zero
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 
 class WideKeyValueOperands[Operand](NamedTuple):

@@ -29,7 +29,7 @@ from tilewright.kernels.flash_attention.hopper.wide.scores import (
 from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.panels import mma
 from tilewright.kernels.hopper.tiles import opaque_zero, tile_layout
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 
 def compute_dk(ctx: WideContext, item_index: Scalar, item: Scalar, first: Scalar) -> Scalar:

@@ -30,7 +30,7 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.panels import mma
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.tiles import opaque_zero
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 
 def compute_dv(ctx: WideContext, item_index: Scalar, item: Scalar, first: Scalar) -> Scalar:

@@ -16,7 +16,7 @@ from tilewright.kernels.hopper import mosaic as plgpu
 from tilewright.kernels.hopper.panels import store_tile
 from tilewright.kernels.hopper.ring import Ring, when
 from tilewright.kernels.hopper.tiles import column_layout, store_unoptimised
-from tilewright.kernels.hopper.types import Ref, Scalar
+from tilewright.kernels.pallas_types import Ref, Scalar
 
 DV_WARPGROUP, DK_WARPGROUP, PRODUCER = range(CONSUMERS + 1)
 """Indices of the warpgroups."""

@@ -61,7 +61,7 @@ from tilewright.kernels.hopper.panels import mma, store_tile
 from tilewright.kernels.hopper.ring import Ring
 from tilewright.kernels.hopper.schedule import decode_tile_index
 from tilewright.kernels.hopper.tiles import opaque_zero, store_unoptimised
-from tilewright.kernels.hopper.types import Condition, Ref, Scalar
+from tilewright.kernels.pallas_types import Condition, Ref, Scalar
 
 
 class WideQueryRings(NamedTuple):

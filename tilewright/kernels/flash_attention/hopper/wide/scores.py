@@ -19,7 +19,7 @@ from tilewright.kernels.flash_attention.hopper.scores import (
     masked_logits,
 )
 from tilewright.kernels.hopper.tiles import opaque_zero
-from tilewright.kernels.hopper.types import Condition, Scalar
+from tilewright.kernels.pallas_types import Condition, Scalar
 
 
 class QueryIteration(NamedTuple):
