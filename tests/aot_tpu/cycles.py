@@ -89,7 +89,7 @@ def programs() -> Iterator[Program]:
         )
         yield Program("prefilling, 128 tokens of 2k", tpu, "serving:prefilling", 4 * 128 * 2048 * 32 * 128, {})
         for make in ("statistics", "gradients"):
-            sizes = {"tokens": 2048, "d": 4096, "vocab": 4096}
+            sizes = {"tokens": 1024 * find_device(tpu).device.cores, "d": 4096, "vocab": 4096}  # a tile of each core
             flops = 2 * math.prod(sizes.values())
             yield Program(f"loss, {make}", tpu, f"losses:{make}", flops, {"tpu": tpu, **sizes})
 
