@@ -168,7 +168,7 @@ def test_a_direction_is_a_program_of_its_own(direction):
 
 def test_reports_of_libtpu_are_read(tmp_path):
     (tmp_path / "1-hlo-static-bundle-profile.txt").write_text(
-        "HLO: %tilewright_a_forward.1 = f32\n - VECTOR_MISC: (70/200)\n - VMEM_SPILL_COUNT: (3/200)\n"
+        "HLO: %tilewright_a_forward.1 = f32\n - VECTOR_ALU: (70/800)\n - VMEM_SPILL_COUNT: (3/200)\n"
         " - VMEM_FILL_COUNT: (5/600)\nHLO: %fusion.1\n - VECTOR_MISC: (1/9)\n"
     )
     (tmp_path / "x.static_llo_profile.textproto").write_text(
