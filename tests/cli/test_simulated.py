@@ -13,9 +13,8 @@ V6E = ["--device", "TPU v6e"]
 
 
 @pytest.fixture
-def simulator(tmp_path, monkeypatch):
+def simulator(cache_directory, monkeypatch):
     """Reports for every config of any backend, the next one always slower, of backward passes none."""
-    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(simulating, "missing_compiler", lambda known: "")
     monkeypatch.setattr(simulating, "_of_kernels", lambda inv: list(inv.kernel.config_space(inv))[:2])
     count = iter(range(10_000, 10**9))
