@@ -53,7 +53,7 @@ def test_calls_compile_and_copy_no_cache(tpu: str, name: str) -> None:
     assert not found.error
     # Beside the cache there are queries and results, of chunks several times.
     assert found.peak_bytes < 1.5 * cache_bytes(op, fields) + (64 << 20 if op == "ragged_page_attention" else 4 << 20)
-    assert found.spills < 0.3 * found.bundles
+    assert found.spills < 0.35 * found.bundles
 
 
 @pytest.mark.parametrize("tpu", TPUS)
