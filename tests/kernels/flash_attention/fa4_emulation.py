@@ -3,6 +3,7 @@
 Each takes what its class takes, checks what the class asserts, and leaves NaN in whatever the class does not write.
 """
 
+import abc
 import dataclasses
 import types
 from collections.abc import Callable, Mapping
@@ -91,59 +92,70 @@ def attend(
     lse.value = greatest[..., 0] + jnp.log(total)
 
 
-@dataclasses.dataclass
-class ForwardSm90:
-    dtype: Any
+@dataclasses.dataclass(kw_only=True)
+class Arguments:
+    """Those that all classes have."""
+
     head_dim: int
     head_dim_v: int
     qhead_per_kvhead: int
     is_causal: bool
     is_local: bool
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.head_dim, self.head_dim_v
+
+
+@dataclasses.dataclass(kw_only=True)
+class Forward(Arguments, abc.ABC):
     pack_gqa: bool
+    score_mod: Any
+
+    def __call__(
+        self, query: Any, key: Any, value: Any, out: Any, lse: Any, scale: float, *,
+        mSeqUsedQ: Any, mSeqUsedK: Any, window_size_left: Any, window_size_right: Any, stream: Any,
+    ) -> None:  # fmt: skip
+        window = (window_size_left, window_size_right)
+        self.check(query.value, mSeqUsedQ, window)
+        attend(self, query, key, value, out, lse, scale, (mSeqUsedQ, mSeqUsedK), window)
+
+    @abc.abstractmethod
+    def check(self, query: Any, q_lengths: Any, window: tuple[Any, Any]) -> None:
+        """Asserts what the class asserts of a call."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class ForwardSm90(Forward):
+    dtype: Any
     tile_m: int
     tile_n: int
     num_stages: int
     intra_wg_overlap: bool
     mma_pv_is_rs: bool
-    score_mod: Any
 
-    def __call__(
-        self, query: Any, key: Any, value: Any, out: Any, lse: Any, scale: float, *,
-        mSeqUsedQ: Any, mSeqUsedK: Any, window_size_left: Any, window_size_right: Any, stream: Any,
-    ) -> None:  # fmt: skip
-        assert query.value.dtype == self.dtype
-        lengths, window = (mSeqUsedQ, mSeqUsedK), (window_size_left, window_size_right)
-        attend(self, query, key, value, out, lse, scale, lengths, window)
+    def check(self, query: Any, q_lengths: Any, window: tuple[Any, Any]) -> None:
+        assert query.dtype == self.dtype
 
 
-@dataclasses.dataclass
-class ForwardSm100:
-    head_dim: int
-    head_dim_v: int
-    qhead_per_kvhead: int
-    is_causal: bool
-    is_local: bool
-    pack_gqa: bool
+@dataclasses.dataclass(kw_only=True)
+class ForwardSm100(Forward):
     m_block_size: int
     n_block_size: int
     q_stage: int
     is_static_persistent: bool
-    score_mod: Any
     is_varlen_q: bool
     use_2cta_instrs: bool
     use_s_ping_pong: bool
 
-    def __call__(
-        self, query: Any, key: Any, value: Any, out: Any, lse: Any, scale: float, *,
-        mSeqUsedQ: Any, mSeqUsedK: Any, window_size_left: Any, window_size_right: Any, stream: Any,
-    ) -> None:  # fmt: skip
-        dims = self.head_dim, self.head_dim_v
+    def check(self, query: Any, q_lengths: Any, window: tuple[Any, Any]) -> None:
+        dims = self.dims
         assert dims in ((192, 128), (256, 256)) or dims[0] == dims[1] <= 128, dims
         assert self.m_block_size == self.n_block_size == 128
         assert self.q_stage in (1, 2)
         assert 2 * self.n_block_size + self.q_stage * self.head_dim_v <= 512  # columns of the tensor memory
-        assert self.is_varlen_q == (mSeqUsedQ is not None)
-        rows = query.value.shape[1] * (self.qhead_per_kvhead if self.pack_gqa else 1)
+        assert self.is_varlen_q == (q_lengths is not None)
+        rows = query.shape[1] * (self.qhead_per_kvhead if self.pack_gqa else 1)
         one_tile, banded = rows <= self.q_stage * 128, self.is_causal or self.is_local
         if self.use_2cta_instrs:
             assert not self.is_varlen_q
@@ -156,37 +168,23 @@ class ForwardSm100:
             assert self.q_stage == 1
             assert dims[0] == dims[1] in (64, 128, 256)
             assert self.score_mod is None
-        lengths, window = (mSeqUsedQ, mSeqUsedK), (window_size_left, window_size_right)
-        attend(self, query, key, value, out, lse, scale, lengths, window)
 
 
-@dataclasses.dataclass
-class ForwardSm120:
+@dataclasses.dataclass(kw_only=True)
+class ForwardSm120(Forward):
     dtype: Any
-    head_dim: int
-    head_dim_v: int
-    qhead_per_kvhead: int
-    is_causal: bool
-    is_local: bool
-    pack_gqa: bool
     tile_m: int
     tile_n: int
     num_stages: int
     num_threads: int
-    score_mod: Any
 
-    def __call__(
-        self, query: Any, key: Any, value: Any, out: Any, lse: Any, scale: float, *,
-        mSeqUsedQ: Any, mSeqUsedK: Any, window_size_left: Any, window_size_right: Any, stream: Any,
-    ) -> None:  # fmt: skip
-        assert query.value.dtype == self.dtype
+    def check(self, query: Any, q_lengths: Any, window: tuple[Any, Any]) -> None:
+        assert query.dtype == self.dtype
         # As FlashAttentionForwardSm120.can_implement, with the 99 KB of a block.
         assert (self.num_threads, self.tile_n % 16, self.tile_m * 2 % self.num_threads) == (128, 0, 0)
         tiles = self.tile_m * self.head_dim + self.num_stages * self.tile_n * (self.head_dim + self.head_dim_v)
         assert 2 * tiles <= 99 << 10
-        lengths, window = (mSeqUsedQ, mSeqUsedK), (window_size_left, window_size_right)
         assert all(x is None or isinstance(x, np.int32) for x in window)
-        attend(self, query, key, value, out, lse, scale, lengths, window)
 
 
 @dataclasses.dataclass
@@ -261,14 +259,26 @@ def differentiate(
     d_key.value, d_value.value = inside(d_k, lengths[1], scale), inside(d_v, lengths[1], 1.0)
 
 
-@dataclasses.dataclass
-class BackwardSm90:
+@dataclasses.dataclass(kw_only=True)
+class Backward(Arguments, abc.ABC):
+    def __call__(
+        self, query: Any, key: Any, value: Any, d_out: Any, exponent: Any, delta: Any, d_query: Any, d_key: Any,
+        d_value: Any, scale: float, *, mSeqUsedQ: Any, mSeqUsedK: Any, window_size_left: Any, window_size_right: Any,
+        stream: Any,
+    ) -> None:  # fmt: skip
+        lengths, window = (mSeqUsedQ, mSeqUsedK), (window_size_left, window_size_right)
+        tiles = self.checked_tiles(query.value, window)
+        operands, gradients = (query, key, value, d_out, exponent, delta), (d_query, d_key, d_value)
+        differentiate(self, operands, gradients, scale, lengths, window, tiles)
+
+    @abc.abstractmethod
+    def checked_tiles(self, query: Any, window: tuple[Any, Any]) -> tuple[int, int]:
+        """Queries and keys of a tile of the accumulators; asserts what the class asserts of a call."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class BackwardSm90(Backward):
     dtype: Any
-    head_dim: int
-    head_dim_v: int
-    qhead_per_kvhead: int
-    is_causal: bool
-    is_local: bool
     tile_m: int
     tile_n: int
     Q_stage: int
@@ -285,29 +295,18 @@ class BackwardSm90:
     score_mod_bwd: Any
     dQ_single_wg: bool
 
-    def __call__(
-        self, query: Any, key: Any, value: Any, d_out: Any, exponent: Any, delta: Any, d_query: Any, d_key: Any,
-        d_value: Any, scale: float, *, mSeqUsedQ: Any, mSeqUsedK: Any, window_size_left: Any, window_size_right: Any,
-        stream: Any,
-    ) -> None:  # fmt: skip
-        assert query.value.dtype == self.dtype
+    def checked_tiles(self, query: Any, window: tuple[Any, Any]) -> tuple[int, int]:
+        assert query.dtype == self.dtype
         assert self.qhead_per_kvhead == 1 or (self.head_dim == self.head_dim_v and self.num_threads == 384)
-        lengths, window = (mSeqUsedQ, mSeqUsedK), (window_size_left, window_size_right)
-        operands, gradients = (query, key, value, d_out, exponent, delta), (d_query, d_key, d_value)
-        differentiate(self, operands, gradients, scale, lengths, window, (self.tile_m, self.tile_n))
+        return self.tile_m, self.tile_n
 
 
-@dataclasses.dataclass
-class BackwardSm100:
-    head_dim: int
-    head_dim_v: int
+@dataclasses.dataclass(kw_only=True)
+class BackwardSm100(Backward):
     tile_m: int
     tile_n: int
     score_mod: Any
     score_mod_bwd: Any
-    is_causal: bool
-    is_local: bool
-    qhead_per_kvhead: int
     cluster_size: int
     use_2cta_instrs: bool
 
@@ -315,30 +314,18 @@ class BackwardSm100:
     def accum_tile_orders(use_2cta_instrs: bool, tile_n: int) -> tuple[str, str]:
         return ("of a pair" if use_2cta_instrs else "of a CTA"), "of a CTA"
 
-    def __call__(
-        self, query: Any, key: Any, value: Any, d_out: Any, exponent: Any, delta: Any, d_query: Any, d_key: Any,
-        d_value: Any, scale: float, *, mSeqUsedQ: Any, mSeqUsedK: Any, window_size_left: Any, window_size_right: Any,
-        stream: Any,
-    ) -> None:  # fmt: skip
-        dims = self.head_dim, self.head_dim_v
+    def checked_tiles(self, query: Any, window: tuple[Any, Any]) -> tuple[int, int]:
+        dims = self.dims
         assert dims == (192, 128) or dims[0] == dims[1] <= 128, dims
         assert self.head_dim % 32 == 0
         assert self.tile_m == self.tile_n == 128
         assert self.use_2cta_instrs == (self.cluster_size == 2)
         assert self.use_2cta_instrs or self.head_dim <= 128
-        lengths, window = (mSeqUsedQ, mSeqUsedK), (window_size_left, window_size_right)
-        operands, gradients = (query, key, value, d_out, exponent, delta), (d_query, d_key, d_value)
-        tiles = self.tile_m, self.tile_n * self.cluster_size
-        differentiate(self, operands, gradients, scale, lengths, window, tiles)
+        return self.tile_m, self.tile_n * self.cluster_size
 
 
-@dataclasses.dataclass
-class BackwardOf256:
-    head_dim: int
-    head_dim_v: int
-    is_causal: bool
-    is_local: bool
-    qhead_per_kvhead: int
+@dataclasses.dataclass(kw_only=True)
+class BackwardOf256(Arguments):
     cluster_size: int
     use_2cta_instrs: bool
 
@@ -348,44 +335,33 @@ class BackwardOf256:
         window_size_left: None, window_size_right: None, stream: Any,
     ) -> None:  # fmt: skip
         assert cu_seqlens_q is cu_seqlens_k is window_size_left is window_size_right is None
-        assert (self.head_dim, self.head_dim_v, self.is_local) == (256, 256, False)
+        assert (*self.dims, self.is_local) == (256, 256, False)
         assert (self.cluster_size, self.use_2cta_instrs) == (2, True)
         operands, gradients = (query, key, value, d_out, exponent, delta), (d_query, d_key, d_value)
         differentiate(self, operands, gradients, scale, (seqused_q, seqused_k), (None, None), None)
 
 
-@dataclasses.dataclass
-class BackwardSm120:
+@dataclasses.dataclass(kw_only=True)
+class BackwardSm120(Backward):
     dtype: Any
-    head_dim: int
-    head_dim_v: int
-    qhead_per_kvhead: int
     m_block_size: int
     n_block_size: int
     num_stages_Q: int
     num_stages_dO: int
     num_threads: int
-    is_causal: bool
-    is_local: bool
     AtomLayoutMSdP: int
     AtomLayoutNdKV: int
     AtomLayoutMdQ: int
 
-    def __call__(
-        self, query: Any, key: Any, value: Any, d_out: Any, exponent: Any, delta: Any, d_query: Any, d_key: Any,
-        d_value: Any, scale: float, *, mSeqUsedQ: Any, mSeqUsedK: Any, window_size_left: Any, window_size_right: Any,
-        stream: Any,
-    ) -> None:  # fmt: skip
-        assert query.value.dtype == self.dtype
+    def checked_tiles(self, query: Any, window: tuple[Any, Any]) -> tuple[int, int]:
+        assert query.dtype == self.dtype
         tile_q, tile_k = self.m_block_size, self.n_block_size
         assert (self.num_threads, self.AtomLayoutMSdP, self.AtomLayoutNdKV, self.AtomLayoutMdQ) == (128, 4, 4, 4)
         # As FlashAttentionBackwardSm120.can_implement, with the 99 KB of a block, and P and dS.
         of_queries = tile_q * (self.num_stages_Q * self.head_dim + self.num_stages_dO * self.head_dim_v)
         assert 2 * (of_queries + tile_k * (self.head_dim + self.head_dim_v) + 2 * tile_q * tile_k) <= 99 << 10
-        lengths, window = (mSeqUsedQ, mSeqUsedK), (window_size_left, window_size_right)
         assert all(x is None or isinstance(x, np.int32) for x in window)
-        operands, gradients = (query, key, value, d_out, exponent, delta), (d_query, d_key, d_value)
-        differentiate(self, operands, gradients, scale, lengths, window, (tile_q, tile_k))
+        return tile_q, tile_k
 
 
 def in_tiles(sums: Any, tile: int) -> Any:
@@ -401,8 +377,8 @@ class Postprocess:
     arch: int
     tile_m: int
     num_threads: int
-    atoms: int
-    swap: bool
+    AtomLayoutMdQ: int
+    dQ_swapAB: bool
     hdim_multiple_of: int
     use_2cta_instrs: bool = False
     cluster_size: int = 1

@@ -84,6 +84,33 @@ class Kernels:
     versions: tuple[str, ...]
 
 
+def shared_arguments(settings: Settings) -> dict[str, Any]:
+    """Arguments that the classes of forward and backward kernels of all generations have."""
+    return {
+        "head_dim": settings.head_dim,
+        "head_dim_v": settings.value_dim,
+        "qhead_per_kvhead": settings.groups,
+        "is_causal": settings.scores.causal,
+        "is_local": settings.scores.local,
+    }
+
+
+def forward_arguments(kernels: Kernels, settings: Settings) -> dict[str, Any]:
+    """Arguments that the classes of all forward kernels have."""
+    packs = settings.params.pack_groups and settings.groups > 1
+    return shared_arguments(settings) | {"pack_gqa": packs, "score_mod": score_mod(kernels, settings.scores)}
+
+
+def postprocess_arguments(kernels: Kernels, settings: Settings, of: Accumulator) -> dict[str, Any]:
+    """Arguments of the kernel that converts an accumulator, which do not depend on its layout."""
+    params = settings.params
+    return {
+        "dtype": dtype_of(kernels, settings),
+        "head_dim": settings.value_dim if of == "value" else settings.head_dim,
+        "tile_m": params.block_q if of == "query" else params.block_k,
+    }
+
+
 def dtype_of(kernels: Kernels, settings: Settings) -> Any:
     """The package's dtype of a call."""
     return kernels.dtypes[jnp.dtype(settings.dtype)]

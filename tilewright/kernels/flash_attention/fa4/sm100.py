@@ -10,9 +10,11 @@ from tilewright.kernels.flash_attention.fa4.architecture import (
     Kernels,
     Params,
     Settings,
-    dtype_of,
+    forward_arguments,
+    postprocess_arguments,
     score_mod,
     score_mod_bwd,
+    shared_arguments,
     unavailable,
 )
 from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams, Fa4Mask
@@ -135,51 +137,39 @@ class Sm100(Architecture):
 
     def forward_kernel(self, kernels: Kernels, settings: Settings) -> Callable[..., None]:
         params, scores = settings.params, settings.scores
-        packs, one_tile_a_cta = params.pack_groups and settings.groups > 1, params.block_q == TILE
+        one_tile_a_cta = params.block_q == TILE
         same = settings.head_dim == settings.value_dim and settings.head_dim in (64, 128, 256)
         dense = not scores.causal and not scores.local and not settings.q_lengths
         # A scheduler of causal tiles, longest first, has pairs of CTAs only where programs are not persistent.
         single = settings.one_tile and not (params.two_ctas and (scores.causal or scores.local))
         kernel: Callable[..., None] = kernels.classes["forward"](
-            settings.head_dim,
-            settings.value_dim,
-            qhead_per_kvhead=settings.groups,
-            is_causal=scores.causal,
-            is_local=scores.local,
-            pack_gqa=packs,
             m_block_size=TILE,
             n_block_size=params.block_k,
             q_stage=params.block_q // TILE,
             is_static_persistent=dense or single,
-            score_mod=score_mod(kernels, scores),
             is_varlen_q=settings.q_lengths,
             use_2cta_instrs=params.two_ctas,
             # S of the next keys in the place of the other tile's.
             use_s_ping_pong=one_tile_a_cta and same and scores.soft_cap is None,
+            **forward_arguments(kernels, settings),
         )
         return kernel
 
     def backward_kernel(self, kernels: Kernels, settings: Settings) -> Callable[..., None]:
-        scores, ctas = settings.scores, 2 if settings.params.two_ctas else 1
-        options = {
-            "is_causal": scores.causal,
-            "is_local": scores.local,
-            "qhead_per_kvhead": settings.groups,
-            "cluster_size": ctas,
-            "use_2cta_instrs": ctas == 2,
-        }
+        params, scores = settings.params, settings.scores
+        options = shared_arguments(settings) | {
+            "cluster_size": 2 if params.two_ctas else 1, "use_2cta_instrs": bool(params.two_ctas),
+        }  # fmt: skip
         if not self.accumulates(settings):
-            kernel_of_256: Callable[..., None] = kernels.classes["backward of 256"](256, 256, **options)
+            kernel_of_256: Callable[..., None] = kernels.classes["backward of 256"](**options)
 
             def renamed(*operands: Any, mSeqUsedQ: Any, mSeqUsedK: Any, **others: Any) -> None:
                 kernel_of_256(*operands, None, None, seqused_q=mSeqUsedQ, seqused_k=mSeqUsedK, **others)
 
             return renamed
         kernel: Callable[..., None] = kernels.classes["backward"](
-            settings.head_dim,
-            settings.value_dim,
-            tile_m=settings.params.block_q,
-            tile_n=settings.params.block_k,
+            tile_m=params.block_q,
+            tile_n=params.block_k,
             score_mod=score_mod(kernels, scores),
             score_mod_bwd=score_mod_bwd(kernels, scores),
             **options,
@@ -193,17 +183,15 @@ class Sm100(Architecture):
             params.two_ctas, params.block_k
         )
         kernel: Callable[..., None] = kernels.classes["postprocess"](
-            dtype_of(kernels, settings),
-            settings.value_dim if of == "value" else settings.head_dim,
-            100,
-            params.block_q if of_query else params.block_k,
-            128,
-            1,
-            False,
+            arch=100,
+            num_threads=128,
+            AtomLayoutMdQ=1,
+            dQ_swapAB=False,
             use_2cta_instrs=params.two_ctas and of_query,
             cluster_size=2 if params.two_ctas and not of_query else 1,
             hdim_multiple_of=self.dim_multiple(params),
             accum_order=order_of_query if of_query else order_of_key,
+            **postprocess_arguments(kernels, settings, of),
         )
         return kernel
 

@@ -11,7 +11,9 @@ from tilewright.kernels.flash_attention.fa4.architecture import (
     Params,
     Settings,
     dtype_of,
-    score_mod,
+    forward_arguments,
+    postprocess_arguments,
+    shared_arguments,
     unavailable,
 )
 from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams, Fa4Mask
@@ -105,52 +107,39 @@ class Sm120(Architecture):
             yield dataclasses.replace(first, block_q=block_q, block_k=block_k, num_stages=num_stages)
 
     def forward_kernel(self, kernels: Kernels, settings: Settings) -> Callable[..., None]:
-        params, scores = settings.params, settings.scores
+        params = settings.params
         kernel: Callable[..., None] = kernels.classes["forward"](
-            dtype_of(kernels, settings),
-            settings.head_dim,
-            settings.value_dim,
-            settings.groups,
-            is_causal=scores.causal,
-            is_local=scores.local,
-            pack_gqa=params.pack_groups and settings.groups > 1,
+            dtype=dtype_of(kernels, settings),
             tile_m=params.block_q,
             tile_n=params.block_k,
             num_stages=params.num_stages,
             num_threads=THREADS,
-            score_mod=score_mod(kernels, scores),
+            **forward_arguments(kernels, settings),
         )
         return _with_window(kernels, kernel)
 
     def backward_kernel(self, kernels: Kernels, settings: Settings) -> Callable[..., None]:
-        params, scores = settings.params, settings.scores
+        params = settings.params
         kernel: Callable[..., None] = kernels.classes["backward"](
-            dtype_of(kernels, settings),
-            settings.head_dim,
-            settings.value_dim,
-            settings.groups,
-            params.block_q,
-            params.block_k,
-            params.query_stages,
-            params.d_out_stages,
-            THREADS,
-            is_causal=scores.causal,
-            is_local=scores.local,
+            dtype=dtype_of(kernels, settings),
+            m_block_size=params.block_q,
+            n_block_size=params.block_k,
+            num_stages_Q=params.query_stages,
+            num_stages_dO=params.d_out_stages,
+            num_threads=THREADS,
             **{f"AtomLayout{name}": THREADS // 32 for name in ("MSdP", "NdKV", "MdQ")},
+            **shared_arguments(settings),
         )
         return _with_window(kernels, kernel)
 
     def postprocess_kernel(self, kernels: Kernels, settings: Settings, of: Accumulator) -> Callable[..., None]:
-        params = settings.params
         kernel: Callable[..., None] = kernels.classes["postprocess"](
-            dtype_of(kernels, settings),
-            settings.value_dim if of == "value" else settings.head_dim,
-            120,
-            params.block_q if of == "query" else params.block_k,
-            THREADS,
-            THREADS // 32,
-            False,
-            hdim_multiple_of=self.dim_multiple(params),
+            arch=120,
+            num_threads=THREADS,
+            AtomLayoutMdQ=THREADS // 32,
+            dQ_swapAB=False,
+            hdim_multiple_of=self.dim_multiple(settings.params),
+            **postprocess_arguments(kernels, settings, of),
         )
         return kernel
 

@@ -11,8 +11,11 @@ from tilewright.kernels.flash_attention.fa4.architecture import (
     Params,
     Settings,
     dtype_of,
+    forward_arguments,
+    postprocess_arguments,
     score_mod,
     score_mod_bwd,
+    shared_arguments,
     unavailable,
 )
 from tilewright.kernels.flash_attention.fa4.params import Fa4BackwardParams, Fa4ForwardParams, Fa4Mask
@@ -122,33 +125,22 @@ class Sm90(Architecture):
             yield dataclasses.replace(first, block_q=80, swap_d_query=True, one_d_query_group=False)
 
     def forward_kernel(self, kernels: Kernels, settings: Settings) -> Callable[..., None]:
-        params, scores = settings.params, settings.scores
+        params = settings.params
         kernel: Callable[..., None] = kernels.classes["forward"](
-            dtype_of(kernels, settings),
-            settings.head_dim,
-            settings.value_dim,
-            settings.groups,
-            is_causal=scores.causal,
-            is_local=scores.local,
-            pack_gqa=params.pack_groups and settings.groups > 1,
+            dtype=dtype_of(kernels, settings),
             tile_m=params.block_q,
             tile_n=params.block_k,
             num_stages=params.num_stages,
             intra_wg_overlap=params.overlap,
             mma_pv_is_rs=params.weights_in_registers,
-            score_mod=score_mod(kernels, scores),
+            **forward_arguments(kernels, settings),
         )
         return kernel
 
     def backward_kernel(self, kernels: Kernels, settings: Settings) -> Callable[..., None]:
         params, scores = settings.params, settings.scores
         kernel: Callable[..., None] = kernels.classes["backward"](
-            dtype_of(kernels, settings),
-            settings.head_dim,
-            settings.value_dim,
-            settings.groups,
-            is_causal=scores.causal,
-            is_local=scores.local,
+            dtype=dtype_of(kernels, settings),
             tile_m=params.block_q,
             tile_n=params.block_k,
             Q_stage=params.query_stages,
@@ -164,20 +156,19 @@ class Sm90(Architecture):
             score_mod=score_mod(kernels, scores),
             score_mod_bwd=score_mod_bwd(kernels, scores),
             dQ_single_wg=params.one_d_query_group,
+            **shared_arguments(settings),
         )
         return kernel
 
     def postprocess_kernel(self, kernels: Kernels, settings: Settings, of: Accumulator) -> Callable[..., None]:
         params, of_query = settings.params, of == "query"
         kernel: Callable[..., None] = kernels.classes["postprocess"](
-            dtype_of(kernels, settings),
-            settings.value_dim if of == "value" else settings.head_dim,
-            90,
-            params.block_q if of_query else params.block_k,
-            128 * (1 if of_query and params.one_d_query_group else params.groups),
-            params.d_query_groups_q if of_query else params.d_key_groups_k,
-            params.swap_d_query if of_query else params.swap_d_key,
+            arch=90,
+            num_threads=128 * (1 if of_query and params.one_d_query_group else params.groups),
+            AtomLayoutMdQ=params.d_query_groups_q if of_query else params.d_key_groups_k,
+            dQ_swapAB=params.swap_d_query if of_query else params.swap_d_key,
             hdim_multiple_of=self.dim_multiple(params),
+            **postprocess_arguments(kernels, settings, of),
         )
         return kernel
 
