@@ -62,6 +62,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "GroupedMatmulCase.preferred_element_type": (None, *DTYPES),
     "GroupedMatmulCase.rhs_dtype": (None, *DTYPES, "float8_e4m3fn"),
     "LinearCrossEntropyCase.weight_dtype": (None, *DTYPES),
+    "LinearAttentionCase.batch": (0, *FEW),
+    "LinearAttentionCase.heads": FEW,
+    "LinearAttentionCase.value_heads": (None, *FEW),
+    "LinearAttentionCase.key_dim": (1, 8, 16, 60, 64, 96, 128),
+    "LinearAttentionCase.value_dim": (None, 1, 8, 64, 100, 128),
+    "LinearAttentionCase.scale": (None, 0.25, 1.0),
     "MatmulCase.preferred_element_type": (None, *DTYPES),
     "MatmulCase.rhs_dtype": (None, *DTYPES),
     "NormCase.leading": ((), (1,), (2,), (3, 2), (0,)),
@@ -215,6 +221,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(ValueError, "must have at most", lambda c: (getattr(c, "matrices", None) or 0) > getattr(c, "groups", 0)),
     Refusal(
         ValueError,
+        "value_heads must be a multiple of heads",
+        lambda c: hasattr(c, "value_heads") and (c.value_heads or c.heads) % c.heads != 0,
+    ),
+    Refusal(
+        ValueError,
         "must have a matrix for each",
         lambda c: hasattr(c, "matrices") and c.group_offset is None and c.matrices not in (None, c.groups),
     ),
@@ -353,10 +364,14 @@ def repaired(small: Case, fields: dict[str, Any], rng: random.Random) -> dict[st
 
     if get("packed"):
         fields |= {"batch": 1, "segments": False, "lengths": False}
+    if get("sequences") == "cum_seqlens":
+        fields["batch"] = 1
     if get("position_bias") is not None:
         fields["bias"] = None
     if rng.random() < 0.02:
         return _small_enough(small, fields)
+    if get("value_heads"):
+        fields["value_heads"] = get("heads") * rng.choice((1, 2, 3, 8))
     if get("kv_heads"):
         fields["heads"] = get("kv_heads") * rng.choice((1, 1, 2, 3, 4, 5, 8, 16))
     for name in ("head_dim", "value_dim"):

@@ -173,7 +173,7 @@ def test_a_program_is_exported(op):
     equal(export.deserialize(blob).call(*arrays), jax.jit(function)(*arrays))
 
 
-SPLIT_BY_ROWS = ("matmul", "glu", "gated_grouped_matmul", "moe_mlp")
+SPLIT_BY_ROWS = ("matmul", "glu", "gated_grouped_matmul", "moe_mlp", "linear_attention")
 """Ops with a partitioning of their own whose first operand is split by its rows here."""
 
 WHOLE = ("permute", "unpermute")

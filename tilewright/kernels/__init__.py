@@ -30,6 +30,7 @@ _OPS = {
     "rms_norm": "tilewright.kernels.norms.op:RmsNorm",
     "layer_norm": "tilewright.kernels.norms.op:LayerNorm",
     "rope": "tilewright.kernels.rope.op:Rope",
+    "linear_attention": "tilewright.kernels.linear_attention.op:LinearAttention",
     "moe_mlp": "tilewright.kernels.experts.op:MoeMlp",
     "top_k_router": "tilewright.kernels.router.op:TopKRouter",
     "permute": "tilewright.kernels.permutation.ops.permute:Permute",

@@ -14,6 +14,7 @@ from tilewright.kernels.flash_attention.arguments import CausalAlignment
 from tilewright.kernels.flash_attention.distributed.layout import LayoutName
 from tilewright.kernels.flash_attention.distributed.model import StrategyName
 from tilewright.kernels.flash_attention.op import FlashAttention
+from tilewright.kernels.linear_attention.op import LinearAttention
 from tilewright.kernels.linear_cross_entropy.inputs import Reduction
 from tilewright.kernels.linear_cross_entropy.kl import LinearKlDivergence
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
@@ -63,6 +64,7 @@ __all__ = [
     "Glu",
     "GroupedMatmul",
     "LayerNorm",
+    "LinearAttention",
     "LinearCrossEntropy",
     "LinearKlDivergence",
     "LinearSample",
@@ -103,6 +105,7 @@ __all__ = [
     "glu",
     "grouped_matmul",
     "layer_norm",
+    "linear_attention",
     "linear_cross_entropy",
     "linear_kl_divergence",
     "linear_log_probs",
@@ -770,6 +773,69 @@ def layer_norm(
     *,
     residual: ArrayLike | None = None,
     eps: float = 1e-06,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Array | tuple[Array, Array]: ...
+@overload
+def linear_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    log_decay: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    removal: tuple[ArrayLike, ArrayLike] | None = None,
+    bonus: ArrayLike | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    l2norm_eps: float = 1e-06,
+    initial_state: ArrayLike | None = None,
+    return_state: Literal[False] = False,
+    cum_seqlens: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    seq_lengths: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Array: ...
+@overload
+def linear_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    log_decay: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    removal: tuple[ArrayLike, ArrayLike] | None = None,
+    bonus: ArrayLike | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    l2norm_eps: float = 1e-06,
+    initial_state: ArrayLike | None = None,
+    return_state: Literal[True],
+    cum_seqlens: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    seq_lengths: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> tuple[Array, Array]: ...
+@overload
+def linear_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    log_decay: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    removal: tuple[ArrayLike, ArrayLike] | None = None,
+    bonus: ArrayLike | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    l2norm_eps: float = 1e-06,
+    initial_state: ArrayLike | None = None,
+    return_state: bool = False,
+    cum_seqlens: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    seq_lengths: ArrayLike | None = None,
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array | tuple[Array, Array]: ...

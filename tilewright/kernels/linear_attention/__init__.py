@@ -1,0 +1,1 @@
+"""Linear attention: states that decay, delta rules and their chunks, for training and for decoding."""
