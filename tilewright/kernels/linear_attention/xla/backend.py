@@ -4,13 +4,14 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, cast
 
 import jax
+import jax.numpy as jnp
 
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
-from tilewright.kernels.linear_attention.reference import linear_attention_reference
+from tilewright.kernels.linear_attention.xla.chunks import chunked_attention
+from tilewright.kernels.linear_attention.xla.params import XlaLinearAttentionParams, candidate_params
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.ops.types import Device, Direction
-from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
 _OPTIONS = (
     "log_decay",
@@ -27,11 +28,15 @@ _OPTIONS = (
 )
 
 
-class XlaLinearAttention(Backend[LinearAttentionInputs, LinearAttentionResults, FwdParams, BwdParams]):
+class XlaLinearAttention(
+    Backend[LinearAttentionInputs, LinearAttentionResults, XlaLinearAttentionParams, XlaLinearAttentionParams]
+):
     """Supports every floating-point dtype and shape."""
 
     name: ClassVar[str] = "xla"
     platform: ClassVar[Platform] = Platform.XLA
+    forward_params: ClassVar[type] = XlaLinearAttentionParams
+    backward_params: ClassVar[type] = XlaLinearAttentionParams
     forward_mode: ClassVar[bool] = True
     symbolic_dimensions: ClassVar[bool] = True
     serves: ClassVar[frozenset[str]] = frozenset(_OPTIONS)
@@ -41,27 +46,26 @@ class XlaLinearAttention(Backend[LinearAttentionInputs, LinearAttentionResults, 
 
     def candidates(
         self, inputs: LinearAttentionInputs, device: Device, direction: Direction
-    ) -> Iterable[FwdParams | BwdParams]:
-        return [FwdParams() if direction == "forward" else BwdParams()]
+    ) -> Iterable[XlaLinearAttentionParams]:
+        return candidate_params(inputs, device)
 
-    def forward(self, inputs: LinearAttentionInputs, params: FwdParams) -> LinearAttentionResults:
-        return _rounded(inputs)
+    def forward(self, inputs: LinearAttentionInputs, params: XlaLinearAttentionParams) -> LinearAttentionResults:
+        return chunked_attention(inputs, params)
 
     def backward(
-        self, inputs: LinearAttentionInputs, results: Any, cotangents: LinearAttentionResults, params: BwdParams
+        self,
+        inputs: LinearAttentionInputs,
+        results: LinearAttentionResults,
+        cotangents: LinearAttentionResults,
+        params: XlaLinearAttentionParams,
     ) -> dict[str, Any]:
-        """Differentiates the forward pass, which is computed again."""
-        of = {name: getattr(inputs, name) for name in inputs.gradients}
-        found, pull_back = jax.vjp(lambda arrays: _rounded(inputs.replace(**arrays)), of)
-        given = [
-            jax.numpy.zeros_like(x) if each is None else each
-            for x, each in zip(found, cotangents, strict=True)
-            if x is not None
-        ]
-        (gradients,) = pull_back(jax.tree.unflatten(jax.tree.structure(found), given))
+        """Pulls cotangents back through the chunks, whose states are computed again.
+
+        The derivatives of the triangular systems and of the loop over states are theirs: products of an inverse, and
+        the same loop backwards. All else is matmuls and factors of all chunks at once.
+        """
+        floats = {name: getattr(inputs, name) for name in inputs.gradients}
+        found, pull_back = jax.vjp(lambda arrays: chunked_attention(inputs.replace(**arrays), params), floats)
+        given = jax.tree.map(lambda x, each: jnp.zeros_like(x) if each is None else each, found, cotangents)
+        (gradients,) = pull_back(given)
         return cast(dict[str, Any], gradients)
-
-
-def _rounded(inputs: LinearAttentionInputs) -> LinearAttentionResults:
-    out, state = linear_attention_reference(inputs)
-    return LinearAttentionResults(cast(jax.Array, out).astype(inputs.value.dtype), state)
