@@ -17,6 +17,7 @@ from tilewright.modules import (
     glu,
     grouped_matmul,
     layer_norm,
+    linear_attention,
     linear_cross_entropy,
     matmul,
     moe_mlp,
@@ -147,6 +148,7 @@ OPS = {
         2 * OF_HIDDEN + OF_TOKENS + OF_ROUTING, 2 * OF_HIDDEN + OF_TOKENS + OF_ROUTING,
     ),
     "flash_attention": (lambda x: attention(x), 0, OF_TOKENS + 2 * 64 * 4),
+    "linear_attention": (lambda x: linear(x), 0, 0),
     "rms_norm": (lambda x: rms_norm(x, WIDTH[0]), 0, 0),
     "layer_norm": (lambda x: layer_norm(x, WIDTH[0], WIDTH[1]), 0, 0),
     "rope": (lambda x: rope(x.reshape(64, 2, 16), np.arange(64)), 0, 0),
@@ -159,6 +161,11 @@ OPS = {
 def attention(x):
     heads = x.reshape(1, 64, 2, 16)
     return flash_attention(heads, heads, heads, causal=True)
+
+
+def linear(x):
+    heads = x.reshape(1, 64, 2, 16)
+    return linear_attention(heads, heads, heads, scale=0.1).reshape(64, 32)
 
 
 def kept_bytes(function, *arguments):

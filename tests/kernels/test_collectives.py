@@ -26,6 +26,7 @@ from tilewright.modules import (
     glu,
     grouped_matmul,
     layer_norm,
+    linear_attention,
     linear_cross_entropy,
     linear_kl_divergence,
     linear_log_probs,
@@ -227,6 +228,8 @@ CALLS = {
     "`gated_grouped_matmul` | groups": Split(
         gated_grouped_matmul, (((16, 8), P()), *[((8, 8, 4), P("s"))] * 2), AxisType.Explicit, integers=((8,),)
     ),
+    "`linear_attention` | batch": Split(linear_attention, (((4, 8, 4, 4), P("s")),) * 3, AxisType.Explicit),
+    "`linear_attention` | heads": Split(linear_attention, (((4, 8, 4, 4), P(None, None, "s")),) * 3, AxisType.Explicit),
     "`linear_cross_entropy` | tokens": Split(
         lambda x, weight: linear_cross_entropy(x, weight, jnp.zeros(16, int)),
         (((16, 8), BY_ROW), ((8, 64), P())), AxisType.Explicit,
