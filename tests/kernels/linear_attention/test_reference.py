@@ -1,5 +1,6 @@
 """The oracle against the definitions of the models, one matrix equation a token, in NumPy."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ def spans_of(inputs: LinearAttentionInputs) -> list[tuple[int, int, int, int | N
     batch, length = inputs.query.shape[:2]
     if inputs.cum_seqlens is not None:
         ends = np.asarray(inputs.cum_seqlens).tolist()
-        return [(0, begin, end, i) for i, (begin, end) in enumerate(zip(ends, ends[1:], strict=False))]
+        return [(0, begin, end, i) for i, (begin, end) in enumerate(itertools.pairwise(ends))]
     if inputs.seq_lengths is not None:
         return [(b, 0, int(end), b) for b, end in enumerate(np.asarray(inputs.seq_lengths))]
     if inputs.segment_ids is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -25,6 +26,9 @@ from tilewright.kernels.linear_attention.xla.backend import XlaLinearAttention
 from tilewright.kernels.linear_attention.xla.params import XlaLinearAttentionParams, segment_chunks
 from tilewright.kernels.linear_attention.xla.triangular import inverse
 from tilewright.ops.utils.device import current_device
+
+TOLERANCE = 2e-5
+"""Of float32 with sums in other orders, for systems that amplify what they are rounded by, too."""
 
 SERIAL, SEGMENTS = XlaLinearAttentionParams(16), XlaLinearAttentionParams(16, 2)
 
@@ -65,11 +69,15 @@ def small(**fields: Any) -> LinearAttentionCase:
     return dataclasses.replace(base, **fields)
 
 
-def checked(inputs: LinearAttentionInputs, params: XlaLinearAttentionParams = SERIAL, factor: float = 2.0) -> Any:
-    """Compares all results and gradients with the oracle's."""
+def checked(inputs: LinearAttentionInputs, params: XlaLinearAttentionParams = SERIAL) -> Any:
+    """Compares all results and gradients with the oracle's, by the root mean squares of their differences."""
     cotangents = TestXla().cotangents(inputs)
     got = named(*both(inputs, cotangents, params))
-    check(got, exact(inputs, cotangents), factor=factor)
+    want = exact(inputs, cotangents)
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        error = np.sqrt(np.mean((got[name] - x) ** 2))
+        assert error <= TOLERANCE * np.sqrt(np.mean(x**2)) + 1e-9, (name, error)
     return got
 
 
@@ -116,7 +124,7 @@ def test_keys_that_are_alike(beta: float, noise: float):
     inputs = inputs_of(small(length=64, gate="none", qk_l2norm=True))
     key = jnp.ones((1, 64, 1, 8)) + noise * inputs.key
     inputs = inputs.replace(key=key, beta=jnp.full_like(inputs.beta, beta))
-    checked(inputs, XlaLinearAttentionParams(64), factor=40.0 if beta == 2.0 else 4.0)
+    checked(inputs, XlaLinearAttentionParams(64))
 
 
 def test_an_early_value_is_never_dropped():
@@ -136,12 +144,10 @@ def test_results_do_not_depend_on_later_tokens(update: Any, gate: Any, params: X
     inputs = inputs_of(small(update=update, gate=gate, length=80))
     want = forward(inputs, params).out
     for t in (1, 17, 41):
-        later = (jnp.arange(80) >= t)[None, :, None]
-        changed: dict[str, Any] = {"log_decay": jnp.where(later[..., None] if gate == "channel" else later, -1000, 0)}
-        for name in ("query", "key", "value"):
-            changed[name] = jnp.where(later[..., None], -3.0 * getattr(inputs, name) + 1, getattr(inputs, name))
-        other = inputs.replace(**changed, log_decay=inputs.log_decay + changed.pop("log_decay"))
-        got = forward(other, params).out
+        other = {name: getattr(inputs, name) for name in ("query", "key", "value", "log_decay")}
+        other = {name: x.at[:, t:].set(1 - 3 * x[:, t:]) for name, x in other.items()}
+        other["log_decay"] = other["log_decay"].at[:, t:].set(-1000.0)
+        got = forward(inputs.replace(**other), params).out
         np.testing.assert_array_equal(got[:, :t], want[:, :t])
         assert not np.array_equal(got[:, t:], want[:, t:])
 
@@ -170,7 +176,7 @@ def test_packed_sequences_are_their_rows():
     inputs = inputs_of(small(length=40, sequences="cum_seqlens"))
     for ends in ([0, 1, 2, 3, 40], [7, 7, 7, 7, 7], [40, 40, 40, 40, 40], [0, 0, 40, 40, 40], [3, 19, 19, 35, 38]):
         packed = checked(inputs.replace(cum_seqlens=jnp.asarray(ends, jnp.int32)))
-        for i, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        for i, (begin, end) in enumerate(itertools.pairwise(ends)):
             if begin == end:
                 np.testing.assert_array_equal(packed["state"][i], inputs.initial_state[i])
         outside = np.r_[0 : ends[0], ends[-1] : 40]
