@@ -28,7 +28,7 @@ from tilewright.kernels.linear_attention.xla.triangular import inverse
 from tilewright.ops.utils.device import current_device
 
 TOLERANCE = 2e-5
-"""Of float32 with sums in other orders, for systems that amplify what they are rounded by, too."""
+"""Allowed for float32 with sums in other orders, and for systems that amplify roundings."""
 
 SERIAL, SEGMENTS = XlaLinearAttentionParams(16), XlaLinearAttentionParams(16, 2)
 
@@ -107,7 +107,7 @@ DECAYS = {
 @pytest.mark.parametrize("update", ["delta", "removal"])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_decays_of_any_strength(decay: str, update: Any, gate: Any):
-    """Those of a channel in one channel alone, beside one that does not decay."""
+    """A decay of channels is in one channel alone, beside one that does not decay."""
     inputs = inputs_of(small(gate=gate, update=update))
     shape = inputs.log_decay.shape
     values = np.broadcast_to(DECAYS[decay][None, :, None], shape[:3])

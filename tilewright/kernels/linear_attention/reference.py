@@ -52,7 +52,7 @@ def linear_attention_reference(
 
 
 def _tokens(inputs: LinearAttentionInputs, ids: jax.Array | None, dtype: Any) -> dict[str, jax.Array]:
-    """What each token brings to the step, for value heads, with the factors of the state made explicit."""
+    """The arrays that a step takes for its token, of value heads, with the factors of the state made explicit."""
 
     def token(array: jax.Array | None) -> Any:
         return None if array is None else without_padding(array, ids).astype(dtype)

@@ -23,7 +23,7 @@ from tilewright.kernels.linear_attention.xla.triangular import inverse
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What the chunks make of states, before these are known.
+    """The maps that chunks are of states, before these are known.
 
     Attributes:
       added: E.

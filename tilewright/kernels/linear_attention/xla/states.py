@@ -118,7 +118,7 @@ def _composed(maps: Maps, key_dim: int) -> Maps:
 
 
 def _entries(whole: Maps, out: jax.Array, *, reverse: bool) -> jax.Array:
-    """What flows into each segment, from what flows out of each if nothing flows in."""
+    """The states that flow into segments, from those that flow out of each if nothing flows in."""
 
     def step(at: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         entries, entering = carry
