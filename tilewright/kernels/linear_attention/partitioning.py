@@ -56,7 +56,8 @@ def linear_attention_partitioning(inputs: LinearAttentionInputs) -> Partitioning
                 continue
             if dimension not in split:
                 raise ValueError(f"{name} must be split by batch and heads alone ({text}); reshard it first")
-            if split[dimension] not in (None, axes):
+            others = [name for other in split if other != dimension for name in axis_names(split[other])]
+            if split[dimension] not in (None, axes) or set(axis_names(axes)) & set(others):
                 raise ValueError(f"arrays must be split alike or be whole ({text}); reshard {name} first")
             split[dimension] = axes
     parts = 1

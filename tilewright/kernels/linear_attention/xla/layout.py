@@ -50,9 +50,11 @@ class Layout:
         lengths = jnp.maximum(cum[1:] - cum[:-1], 0)
         ends = jnp.cumsum((lengths + segment - 1) // segment, dtype=jnp.int32)  # of sequences, in segments
         starts = jnp.pad(ends[:-1], (1, 0))
-        sequence = jnp.searchsorted(ends, jnp.arange(segments, dtype=jnp.int32), side="right").astype(jnp.int32)
+        # Compared with all, in one kernel: a binary search is a loop.
+        numbers = jnp.arange(segments, dtype=jnp.int32)
+        sequence = jnp.searchsorted(ends, numbers, side="right", method="compare_all").astype(jnp.int32)
         known = jnp.minimum(sequence, inputs.sequences - 1)
-        within = (jnp.arange(segments, dtype=jnp.int32) - starts[known])[:, None] * segment
+        within = (numbers - starts[known])[:, None] * segment
         within = within + jnp.arange(segment, dtype=jnp.int32)
         total = segments * segment
         inside = (within < lengths[known][:, None]) & (sequence < inputs.sequences)[:, None]
