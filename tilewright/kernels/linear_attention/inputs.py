@@ -12,7 +12,7 @@ from tilewright.kernels.op.inputs import OpInputs, static
 from tilewright.kernels.sequences import num_sequences
 
 type GateKind = Literal["none", "head", "token", "channel"]
-"""Dimensions that a decay depends on: none (no decay), the head, the head and the token, or also the channel of the key."""
+"""The dimensions of a decay: none (no decay), the head, the head and the token, or also the channel of the key."""
 
 
 class LinearAttentionInputs(OpInputs):
