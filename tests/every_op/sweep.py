@@ -94,6 +94,15 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "ServingCase.sliding_window": WINDOWS,
     "ServingCase.softmax_scale": (None, 0.25, 1.0, -1.0),
     "ServingCase.value_dim": (None, 1, 64, 80, 128, 512),
+    "StepCase.batch": (0, *FEW),
+    "StepCase.heads": FEW,
+    "StepCase.key_dim": (0, 1, 8, 16, 60, 64, 96, 128, 256, 2049),
+    "StepCase.pool_dtype": (None, "float32", "bfloat16"),
+    "StepCase.scale": (None, 0.25, 1.0),
+    "StepCase.slots": (None, 0, *FEW),
+    "StepCase.tokens": (None, 0, 1, 2, 5, 8, 9),
+    "StepCase.value_dim": (0, 1, 8, 64, 100, 128, 255),
+    "StepCase.value_heads": (0, *FEW),
     "VocabularyCase.leading": ((), (1,), (2,), (3, 2), (0,)),
 }  # fmt: skip
 """Values of a field, by the class that declares it: where its type does not tell them, or tells too many."""
@@ -224,6 +233,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "value_heads must be a multiple of heads",
         lambda c: hasattr(c, "value_heads") and (c.value_heads or c.heads) % c.heads != 0,
     ),
+    Refusal(ValueError, "a step has up to 8 tokens", lambda c: (getattr(c, "tokens", 0) or 0) > 8),
     Refusal(
         ValueError,
         "must have a matrix for each",

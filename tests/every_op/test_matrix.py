@@ -179,9 +179,14 @@ SPLIT_BY_ROWS = ("matmul", "glu", "gated_grouped_matmul", "moe_mlp", "linear_att
 WHOLE = ("permute", "unpermute")
 """Ops of whole arrays: rows of any token may be those of any expert."""
 
+STATES = ("linear_attention_step",)
+"""Ops whose fourth argument is a pool of states, the heads of which stand behind its slots."""
+
 
 def split_spec(call: OpCall, array: Any, first: Any) -> P:
     """How an array of a call may be split: by heads, or along what an op's arguments share."""
+    if call.op in STATES and array is call.args[3]:
+        return P(None, "tensor")
     if call.kernel.core_dims or call.op in SPLIT_BY_ROWS:
         return P("tensor") if array.shape[:1] == first.shape[:1] and array.ndim == first.ndim else P()
     return P(*[None] * (array.ndim - 2), "tensor") if array.ndim > 2 and array.shape[-2] > 1 else P()

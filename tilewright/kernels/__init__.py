@@ -39,6 +39,7 @@ _OPS = {
     "glu": "tilewright.kernels.matmul.ops.glu:Glu",
     "grouped_matmul": "tilewright.kernels.matmul.ops.grouped_matmul:GroupedMatmul",
     "gated_grouped_matmul": "tilewright.kernels.matmul.ops.gated_grouped_matmul:GatedGroupedMatmul",
+    "linear_attention_step": "tilewright.kernels.linear_attention.step:LinearAttentionStep",
     "linear_cross_entropy": "tilewright.kernels.linear_cross_entropy.op:LinearCrossEntropy",
     "linear_kl_divergence": "tilewright.kernels.linear_cross_entropy.kl:LinearKlDivergence",
 }

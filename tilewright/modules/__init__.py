@@ -14,6 +14,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "tilewright.kernels.flash_attention.distributed.layout": ("unzigzag", "zigzag"),
     "tilewright.kernels.flash_attention.op": ("FlashAttention", "flash_attention"),
     "tilewright.kernels.linear_attention.op": ("LinearAttention", "linear_attention"),
+    "tilewright.kernels.linear_attention.step": ("LinearAttentionStep", "linear_attention_step"),
     "tilewright.kernels.linear_cross_entropy.kl": ("LinearKlDivergence", "linear_kl_divergence"),
     "tilewright.kernels.linear_cross_entropy.op": ("LinearCrossEntropy", "linear_cross_entropy", "linear_log_probs"),
     "tilewright.kernels.matmul.distributed.op": ("all_gather_matmul", "matmul_reduce_scatter"),

@@ -15,6 +15,8 @@ from tilewright.kernels.flash_attention.distributed.layout import LayoutName
 from tilewright.kernels.flash_attention.distributed.model import StrategyName
 from tilewright.kernels.flash_attention.op import FlashAttention
 from tilewright.kernels.linear_attention.op import LinearAttention
+from tilewright.kernels.linear_attention.step import LinearAttentionStep
+from tilewright.kernels.linear_attention.step_inputs import StateLayout
 from tilewright.kernels.linear_cross_entropy.inputs import Reduction
 from tilewright.kernels.linear_cross_entropy.kl import LinearKlDivergence
 from tilewright.kernels.linear_cross_entropy.op import LinearCrossEntropy
@@ -65,6 +67,7 @@ __all__ = [
     "GroupedMatmul",
     "LayerNorm",
     "LinearAttention",
+    "LinearAttentionStep",
     "LinearCrossEntropy",
     "LinearKlDivergence",
     "LinearSample",
@@ -106,6 +109,7 @@ __all__ = [
     "grouped_matmul",
     "layer_norm",
     "linear_attention",
+    "linear_attention_step",
     "linear_cross_entropy",
     "linear_kl_divergence",
     "linear_log_probs",
@@ -1785,6 +1789,25 @@ def grouped_matmul(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array: ...
+def linear_attention_step(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    state_pool: ArrayLike,
+    *,
+    log_decay: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    removal: tuple[ArrayLike, ArrayLike] | None = None,
+    bonus: ArrayLike | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    l2norm_eps: float = 1e-06,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    state_layout: StateLayout = "kv",
+    platform: PlatformOption = None,
+    cfg: Any = None,
+) -> tuple[Array, Array]: ...
 def linear_kl_divergence(
     student_x: ArrayLike,
     student_weight: ArrayLike,

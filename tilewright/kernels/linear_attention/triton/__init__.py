@@ -1,0 +1,1 @@
+"""Linear attention in Triton, on NVIDIA GPUs."""
