@@ -27,6 +27,7 @@ from tilewright.modules import (
     grouped_matmul,
     layer_norm,
     linear_attention,
+    linear_attention_step,
     linear_cross_entropy,
     linear_kl_divergence,
     linear_log_probs,
@@ -186,6 +187,12 @@ def of_experts(x: Any, weights: Any, *matrices: Any, **options: Any) -> Any:
     return moe_mlp(x, weights, jnp.argsort(weights, axis=1), *matrices, **options)
 
 
+def stepping(rows: P, pool: P) -> Split:
+    return Split(
+        linear_attention_step, (*[((4, 4, 8), rows)] * 3, ((4, 4, 8, 8), pool)), AxisType.Explicit, inference=True
+    )
+
+
 CALLS = {
     "`flash_attention` | batch or heads": Split(
         causal, attention_operands(P(None, None, "s"), P(None, None, "s")), AxisType.Explicit
@@ -280,6 +287,8 @@ CALLS = {
         latents, ((QUERY, P()), ((32, 8, 16), BY_PAGE)), out=P(), integers=(TABLE, (SEQUENCES,)), inference=True
     ),
     "`context_parallel_update_pages` | pages": writing(context_parallel_update_pages, BY_PAGE, P(), axis_name="s"),
+    "`linear_attention_step` | heads": stepping(P(None, "s"), P(None, "s")),
+    "`linear_attention_step` | rows and slots": stepping(P("s"), P("s")),
     "`sample`, `linear_sample` | rows": Split(
         drawn, (((SEQUENCES, 32), P("s")), ((32, 64), P())), AxisType.Explicit, inference=True
     ),

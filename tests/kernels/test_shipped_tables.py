@@ -149,7 +149,7 @@ def test_masks_have_stable_ids():
 
 NEWER = (
     "_norm", "matmul", "glu", "_entropy", "_divergence", "rope", "_router", "moe_mlp", "permute", "rope_update_pages",
-    "sample", "mla_ragged_page_attention", "linear_attention",
+    "sample", "mla_ragged_page_attention", "linear_attention", "linear_attention_step",
 )  # fmt: skip
 
 

@@ -105,11 +105,11 @@ class StepInputs(OpInputs):
 
 
 def gates_of(inputs: StepInputs) -> dict[str, Any]:
-    """What the recurrence reads, in the dtype that it is computed in, with heads of queries and keys repeated.
+    """All that the recurrence reads, in the dtype that it is computed in, with heads of queries and keys repeated.
 
     Query and key are ``[batch, tokens, value_heads, key_dim]``; ``decay`` is the factor and not its logarithm,
-    ``[..., 1]`` or ``[..., key_dim]``; ``beta`` has a last axis of 1; ``removal`` is a pair. What the call does not
-    have is None.
+    ``[..., 1]`` or ``[..., key_dim]``; ``beta`` has a last axis of 1; ``removal`` is a pair. None stands for
+    each that the call does not have.
     """
     dtype = inputs.compute_dtype
     arrays: dict[str, Any] = {

@@ -59,6 +59,8 @@ def readable(signature: inspect.Signature, returned: Any) -> inspect.Signature:
 
 def short(annotation: Any) -> Any:
     """A type in which the long unions of ``jax.typing`` have their names."""
+    if get_origin(annotation) is tuple:
+        return tuple[tuple(map(short, get_args(annotation)))]
     if get_origin(annotation) not in (Union, types.UnionType):
         return annotation
     members = given = get_args(annotation)
@@ -66,4 +68,5 @@ def short(annotation: Any) -> Any:
         union = get_args(alias.__value__)
         if set(union) <= set(members):
             members = (alias, *(each for each in members if each not in union))
-    return annotation if members is given else functools.reduce(operator.or_, members)
+    found = tuple(map(short, members))
+    return annotation if found == given else functools.reduce(operator.or_, found)

@@ -101,5 +101,5 @@ def _products(state: jax.Array, vectors: list[jax.Array]) -> list[jax.Array]:
 
 
 def _of_pairs(pairs: list[tuple[jax.Array, jax.Array]], by: jax.Array) -> Any:
-    """What a vector reads of a sum of outer products."""
+    """``(Σ left rightᵀ)ᵀ by`` over the pairs."""
     return sum(jnp.sum(by * left, axis=-1, keepdims=True) * right for left, right in pairs)
