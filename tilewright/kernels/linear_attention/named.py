@@ -1,4 +1,4 @@
-"""What functions with the argument names of other libraries are made with."""
+"""Checks and options of functions with the argument names of other libraries."""
 
 import functools
 from collections.abc import Callable
@@ -80,6 +80,13 @@ class Dims:
                 f"{dim} of {name} must be a multiple of {other_dim} of {other_name}, got {size} and {divisor}"
             )
 
+    @staticmethod
+    def same_dtype(**arrays: jax.Array) -> None:
+        """Checks that the operands of matmuls have one dtype."""
+        if len({array.dtype for array in arrays.values()}) > 1:
+            found = ", ".join(f"{name}.dtype={array.dtype}" for name, array in arrays.items())
+            raise TypeError(f"{', '.join(arrays)} must have one dtype, got {found}")
+
     def rows(self, query: object, key: object, value: object, names: str = "q k v") -> tuple[jax.Array, ...]:
         """Checks queries, keys and values of whole sequences."""
         of_query, of_key, of_value = names.split()
@@ -89,6 +96,7 @@ class Dims:
             self.array(of_value, value, f"{TOKENS} value_heads value_dim"),
         )
         self.multiple(of_value, "value_heads", of_query, "heads")
+        self.same_dtype(**dict(zip(names.split(), arrays, strict=True)))
         return arrays
 
     def sequence_ids(self, options: SequenceOptions) -> jax.Array | None:
