@@ -102,17 +102,22 @@ __all__ = [
     "context_parallel_update_pages",
     "decode_attention",
     "delta_rule",
+    "delta_rule_step",
     "dot_product_attention",
     "flash_attention",
     "flash_mla",
     "gated_delta_rule",
+    "gated_delta_rule_step",
     "gated_grouped_matmul",
     "gated_linear_attention",
+    "gated_linear_attention_step",
     "glu",
     "grouped_matmul",
     "kimi_delta_attention",
+    "kimi_delta_attention_step",
     "layer_norm",
     "lightning_attention",
+    "lightning_attention_step",
     "linear_attention",
     "linear_attention_step",
     "linear_cross_entropy",
@@ -131,15 +136,19 @@ __all__ = [
     "ragged_decode_attention",
     "ragged_page_attention",
     "retention",
+    "retention_step",
     "rms_norm",
     "rope",
     "rope_update_pages",
     "router_z_loss",
     "rwkv6",
+    "rwkv6_step",
     "rwkv7",
+    "rwkv7_step",
     "sample",
     "shared_prefix_page_attention",
     "ssd",
+    "ssd_step",
     "top_k_router",
     "unified_attention",
     "unpermute",
@@ -679,6 +688,40 @@ def delta_rule(
     l2norm_eps: float = 1e-06,
 ) -> Array | tuple[Array, Array]: ...
 @overload
+def delta_rule_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    beta: ArrayLike,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+    qk_l2norm: bool = False,
+    l2norm_eps: float = 1e-06,
+) -> tuple[Array, Array]: ...
+@overload
+def delta_rule_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    beta: ArrayLike,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+    qk_l2norm: bool = False,
+    l2norm_eps: float = 1e-06,
+) -> tuple[Array, Array]: ...
+@overload
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -883,6 +926,52 @@ def gated_delta_rule(
     l2norm_eps: float = 1e-06,
 ) -> Array | tuple[Array, Array]: ...
 @overload
+def gated_delta_rule_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    a: ArrayLike | None = None,
+    b: ArrayLike | None = None,
+    A_log: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
+    allow_neg_eigval: bool = False,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+    qk_l2norm: bool = False,
+    l2norm_eps: float = 1e-06,
+) -> tuple[Array, Array]: ...
+@overload
+def gated_delta_rule_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    a: ArrayLike | None = None,
+    b: ArrayLike | None = None,
+    A_log: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
+    allow_neg_eigval: bool = False,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+    qk_l2norm: bool = False,
+    l2norm_eps: float = 1e-06,
+) -> tuple[Array, Array]: ...
+@overload
 def gated_linear_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -931,6 +1020,36 @@ def gated_linear_attention(
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
 @overload
+def gated_linear_attention_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+) -> tuple[Array, Array]: ...
+@overload
+def gated_linear_attention_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+) -> tuple[Array, Array]: ...
+@overload
 def kimi_delta_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -1005,6 +1124,54 @@ def kimi_delta_attention(
     qk_l2norm: bool = False,
     l2norm_eps: float = 1e-06,
 ) -> Array | tuple[Array, Array]: ...
+@overload
+def kimi_delta_attention_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    a: ArrayLike | None = None,
+    b: ArrayLike | None = None,
+    A_log: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
+    lower_bound: float | None = None,
+    allow_neg_eigval: bool = False,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+    qk_l2norm: bool = False,
+    l2norm_eps: float = 1e-06,
+) -> tuple[Array, Array]: ...
+@overload
+def kimi_delta_attention_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    a: ArrayLike | None = None,
+    b: ArrayLike | None = None,
+    A_log: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
+    lower_bound: float | None = None,
+    allow_neg_eigval: bool = False,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+    qk_l2norm: bool = False,
+    l2norm_eps: float = 1e-06,
+) -> tuple[Array, Array]: ...
 @overload
 def layer_norm(
     x: ArrayLike,
@@ -1086,6 +1253,36 @@ def lightning_attention(
     platform: PlatformOption = None,
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
+@overload
+def lightning_attention_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    slopes: ArrayLike,
+    scale: float = 1.0,
+    *,
+    state_pool: ArrayLike,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+) -> tuple[Array, Array]: ...
+@overload
+def lightning_attention_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    slopes: ArrayLike,
+    scale: float = 1.0,
+    *,
+    state_pool: ArrayLike,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+) -> tuple[Array, Array]: ...
 @overload
 def linear_attention(
     query: ArrayLike,
@@ -1736,6 +1933,36 @@ def retention(
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
 @overload
+def retention_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    slopes: ArrayLike | None = None,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+) -> tuple[Array, Array]: ...
+@overload
+def retention_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    slopes: ArrayLike | None = None,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+) -> tuple[Array, Array]: ...
+@overload
 def rms_norm(
     x: ArrayLike,
     weight: ArrayLike | None = None,
@@ -1887,6 +2114,38 @@ def rwkv6(
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
 @overload
+def rwkv6_step(
+    r: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    w: ArrayLike,
+    u: ArrayLike,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+) -> tuple[Array, Array]: ...
+@overload
+def rwkv6_step(
+    r: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    w: ArrayLike,
+    u: ArrayLike,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+) -> tuple[Array, Array]: ...
+@overload
 def rwkv7(
     r: ArrayLike,
     w: ArrayLike,
@@ -1940,6 +2199,40 @@ def rwkv7(
     platform: PlatformOption = None,
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
+@overload
+def rwkv7_step(
+    r: ArrayLike,
+    w: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    a: ArrayLike,
+    b: ArrayLike,
+    scale: float = 1.0,
+    *,
+    state_pool: ArrayLike,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+) -> tuple[Array, Array]: ...
+@overload
+def rwkv7_step(
+    r: ArrayLike,
+    w: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    a: ArrayLike,
+    b: ArrayLike,
+    scale: float = 1.0,
+    *,
+    state_pool: ArrayLike,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+) -> tuple[Array, Array]: ...
 @overload
 def sample(
     logits: ArrayLike,
@@ -2111,6 +2404,44 @@ def ssd(
     platform: PlatformOption = None,
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
+@overload
+def ssd_step(
+    x: ArrayLike,
+    dt: ArrayLike,
+    A: ArrayLike,
+    B: ArrayLike,
+    C: ArrayLike,
+    *,
+    state_pool: ArrayLike,
+    D: ArrayLike | None = None,
+    z: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = None,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+) -> tuple[Array, Array]: ...
+@overload
+def ssd_step(
+    x: ArrayLike,
+    dt: ArrayLike,
+    A: ArrayLike,
+    B: ArrayLike,
+    C: ArrayLike,
+    *,
+    state_pool: ArrayLike,
+    D: ArrayLike | None = None,
+    z: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = None,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+) -> tuple[Array, Array]: ...
 @overload
 def unified_attention(
     query: ArrayLike,

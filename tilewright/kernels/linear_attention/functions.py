@@ -65,7 +65,7 @@ def gated_delta_rule(
     """
     q, k, v = dims.rows(q, k, v)
     decay, strength = delta_rule_gates(
-        dims, TOKENS, _gate_dtype(v), dims.sequence_ids(options),
+        dims, TOKENS, gate_dtype(v), dims.sequence_ids(options),
         per_channel=False, g=g, beta=beta, a=a, b=b, A_log=A_log, dt_bias=dt_bias, allow_neg_eigval=allow_neg_eigval,
     )  # fmt: skip
     return linear_attention(
@@ -127,7 +127,7 @@ def kimi_delta_attention(
     """
     q, k, v = dims.rows(q, k, v)
     decay, strength = delta_rule_gates(
-        dims, TOKENS, _gate_dtype(v), dims.sequence_ids(options),
+        dims, TOKENS, gate_dtype(v), dims.sequence_ids(options),
         per_channel=True, g=g, beta=beta, a=a, b=b, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
         allow_neg_eigval=allow_neg_eigval,
     )  # fmt: skip
@@ -247,9 +247,7 @@ def retention(
       UnsupportedError: no allowed platform can serve the call.
     """
     q, k, v = dims.rows(q, k, v)
-    if slopes is None:
-        slopes = -np.log1p(-np.exp2(-5.0 - np.arange(dims.sizes["value_heads"])))
-    decay = _constant_decay(dims, slopes, v)
+    decay = constant_decay(dims, retention_slopes(dims) if slopes is None else slopes, v)
     return linear_attention(
         q, k, v, log_decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, **options
     )
@@ -287,7 +285,7 @@ def lightning_attention(
       UnsupportedError: no allowed platform can serve the call.
     """
     q, k, v = dims.rows(q, k, v)
-    decay = _constant_decay(dims, slopes, v)
+    decay = constant_decay(dims, slopes, v)
     return linear_attention(
         q, k, v, log_decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, **options
     )
@@ -432,7 +430,7 @@ def ssd(
     query = dims.array("C", C, f"{TOKENS} groups state_dim")
     dims.multiple("x", "heads", "B", "groups")
     dims.same_dtype(x=x, B=key, C=query)
-    dtype, ids = _gate_dtype(x), dims.sequence_ids(options)
+    dtype, ids = gate_dtype(x), dims.sequence_ids(options)
     sizes = step_sizes(
         dims, f"{TOKENS} heads", dtype, ids, dt=dt, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit
     )
@@ -458,9 +456,16 @@ def ssd(
     return (out, jnp.swapaxes(states[0], 2, 3)) if states else out
 
 
-def _gate_dtype(value: jax.Array) -> Any:
+def gate_dtype(value: jax.Array) -> Any:
+    """The dtype in which gates are computed: float32, or float64 for float64 values."""
     return jnp.promote_types(value.dtype, jnp.float32)
 
 
-def _constant_decay(dims: Dims, slopes: ArrayLike, value: jax.Array) -> jax.Array:
-    return -dims.array("slopes", slopes, "value_heads").astype(_gate_dtype(value))
+def retention_slopes(dims: Dims) -> Any:
+    """The slopes of the paper: the decay of head i is ``1 − 2^(−5 − i)``."""
+    return -np.log1p(-np.exp2(-5.0 - np.arange(dims.sizes["value_heads"])))
+
+
+def constant_decay(dims: Dims, slopes: ArrayLike, value: jax.Array) -> jax.Array:
+    """The log decay of heads, ``[value_heads]``, by their slopes."""
+    return -dims.array("slopes", slopes, "value_heads").astype(gate_dtype(value))

@@ -87,13 +87,15 @@ class Dims:
             found = ", ".join(f"{name}.dtype={array.dtype}" for name, array in arrays.items())
             raise TypeError(f"{', '.join(arrays)} must have one dtype, got {found}")
 
-    def rows(self, query: object, key: object, value: object, names: str = "q k v") -> tuple[jax.Array, ...]:
-        """Checks queries, keys and values of whole sequences."""
+    def rows(
+        self, query: object, key: object, value: object, names: str = "q k v", tokens: str = TOKENS
+    ) -> tuple[jax.Array, ...]:
+        """Checks queries, keys and values, by default of whole sequences."""
         of_query, of_key, of_value = names.split()
         arrays = (
-            self.array(of_query, query, f"{TOKENS} heads key_dim"),
-            self.array(of_key, key, f"{TOKENS} heads key_dim"),
-            self.array(of_value, value, f"{TOKENS} value_heads value_dim"),
+            self.array(of_query, query, f"{tokens} heads key_dim"),
+            self.array(of_key, key, f"{tokens} heads key_dim"),
+            self.array(of_value, value, f"{tokens} value_heads value_dim"),
         )
         self.multiple(of_value, "value_heads", of_query, "heads")
         self.same_dtype(**dict(zip(names.split(), arrays, strict=True)))
@@ -110,9 +112,17 @@ class Dims:
 
 def named_function[**P](function: Callable[Concatenate[Dims, P], Any]) -> Callable[P, Any]:
     """Makes a public function of one whose first argument are the dimensions, of which each call gets its own."""
+    return _named(function, {"": jax.Array, "return_state": tuple[jax.Array, jax.Array]})
 
+
+def named_step[**P](function: Callable[Concatenate[Dims, P], Any]) -> Callable[P, Any]:
+    """Makes a public function likewise of a decoding step, which returns an output and a pool."""
+    return _named(function, {"": tuple[jax.Array, jax.Array]})
+
+
+def _named[**P](function: Callable[Concatenate[Dims, P], Any], returned: dict[str, Any]) -> Callable[P, Any]:
     @public_function(function)
-    @results({"": jax.Array, "return_state": tuple[jax.Array, jax.Array]})
+    @results(returned)
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with errors_naming_function(function.__name__), default_promotion():

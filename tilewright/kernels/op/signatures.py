@@ -60,7 +60,7 @@ def readable(signature: inspect.Signature, returned: Any) -> inspect.Signature:
 def short(annotation: Any) -> Any:
     """A type in which the long unions of ``jax.typing`` have their names."""
     if get_origin(annotation) is tuple:
-        return tuple[tuple(map(short, get_args(annotation)))]
+        return types.GenericAlias(tuple, tuple(map(short, get_args(annotation))))
     if get_origin(annotation) not in (Union, types.UnionType):
         return annotation
     members = given = get_args(annotation)
