@@ -1,4 +1,4 @@
-"""Decoding steps by the names of models: from any states they give what the functions of whole sequences give."""
+"""Decoding steps by the names of models, against recurrences by token in float64."""
 
 import inspect
 from typing import Any
@@ -8,57 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.unoptimised import unoptimised
+from tests.kernels.linear_attention.recurrences import NAMES, draw, of_tokens, oracle, softplus, state_shape
 from tilewright import modules
 from tilewright.kernels.linear_attention.step_functions import SlotOptions, StepOptions
 
-BATCH, LENGTH, HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 2, 4, 8, 6
-KEYS, VALUES = (HEADS, KEY_DIM), (VALUE_HEADS, VALUE_DIM)
-HEAD, CHANNEL = (VALUE_HEADS,), (VALUE_HEADS, KEY_DIM)
-QKV = {"q": KEYS, "k": KEYS, "v": VALUES}
-RKV = {"r": KEYS, "k": KEYS, "v": VALUES}
-DELTA = {"qk_l2norm": True}
-RAW = {"A_log": HEAD, "dt_bias": HEAD}
-
-CALLS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "gated_delta_rule": ("gated_delta_rule", QKV | {"g": HEAD, "beta": HEAD}, {}, DELTA),
-    "raw gates": ("gated_delta_rule", QKV | {"a": HEAD, "b": HEAD}, RAW, DELTA | {"allow_neg_eigval": True}),
-    "kimi": ("kimi_delta_attention", QKV | {"g": CHANNEL, "beta": HEAD}, {}, DELTA | {"l2norm_eps": 0.1}),
-    "raw kimi": (
-        "kimi_delta_attention", QKV | {"a": CHANNEL, "b": HEAD}, {"A_log": HEAD, "dt_bias": CHANNEL},
-        DELTA | {"lower_bound": -5.0},
-    ),
-    "delta_rule": ("delta_rule", QKV | {"beta": HEAD}, {}, DELTA | {"scale": 0.5}),
-    "gated_linear_attention": ("gated_linear_attention", QKV | {"g": CHANNEL}, {}, {}),
-    "retention": ("retention", QKV, {}, {}),
-    "slopes": ("retention", QKV, {"slopes": HEAD}, {}),
-    "lightning_attention": ("lightning_attention", QKV, {"slopes": HEAD}, {}),
-    "rwkv6": ("rwkv6", RKV | {"w": CHANNEL}, {"u": CHANNEL}, {}),
-    "rwkv7": ("rwkv7", RKV | {"w": CHANNEL, "a": CHANNEL, "b": CHANNEL}, {}, {}),
-    "ssd": (
-        "ssd", {"x": VALUES, "dt": HEAD, "B": KEYS, "C": KEYS, "z": VALUES}, {"A": HEAD, "D": HEAD, "dt_bias": HEAD},
-        {"dt_softplus": True, "dt_limit": (0.1, 2.0)},
-    ),
-    "plain ssd": ("ssd", {"x": VALUES, "dt": HEAD, "B": KEYS, "C": KEYS}, {"A": HEAD, "D": VALUES}, {}),
-}  # fmt: skip
-"""The function, its arrays of tokens and of layers by the shapes behind their leading dimensions, and its options."""
+BATCH = 2
 
 
-def arrays_of(call: str) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """Arrays of tokens; arrays of layers with the options."""
-    _, of_tokens, of_layers, options = CALLS[call]
-    random = np.random.default_rng(0)
+def call_of(name: str, length: int) -> tuple[dict[str, jax.Array], dict[str, Any], jax.Array]:
+    """Arrays of tokens, other arguments, and states."""
+    drawn = draw(name, batch=BATCH, length=length, heads=2, value_heads=4)
+    given = {n: jnp.asarray(x, jnp.float32) if isinstance(x, np.ndarray) else x for n, x in drawn.items()}
+    tokens = {n: x for n, x in given.items() if of_tokens(n, x)}
+    shape = state_shape(name, drawn)
+    states = jnp.asarray(np.random.default_rng(1).standard_normal((BATCH, *shape)), jnp.float32)
+    return tokens, {n: x for n, x in given.items() if n not in tokens}, states
 
-    def draw(name: str, *shape: int) -> jax.Array:
-        x = random.standard_normal(shape).astype(np.float32) * (0.3 if name in ("a", "b") else 1.0)
-        if name in ("g", "w", "A"):
-            x = -np.abs(x)
-        elif name in ("beta", "dt", "slopes"):
-            x = np.abs(x) % 1.0
-        return jnp.asarray(x)
 
-    tokens = {name: draw(name, BATCH, LENGTH, *shape) for name, shape in of_tokens.items()}
-    return tokens, options | {name: draw(name, *shape) for name, shape in of_layers.items()}
+def token_of(name: str) -> tuple[dict[str, jax.Array], dict[str, Any], jax.Array]:
+    tokens, others, states = call_of(name, 1)
+    return {n: x[:, 0] for n, x in tokens.items()}, others, states
 
 
 def pool_of(states: jax.Array) -> jax.Array:
@@ -66,63 +35,95 @@ def pool_of(states: jax.Array) -> jax.Array:
     return jnp.full((4, *states.shape[1:]), jnp.nan).at[jnp.array([3, 1])].set(states)
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_steps_and_whole_sequences(call: str):
-    """A step of one token, and then one of several."""
-    name = CALLS[call][0]
-    tokens, others = arrays_of(call)
-    shape = (VALUE_DIM, KEY_DIM) if name == "ssd" else (KEY_DIM, VALUE_DIM)
-    states = jnp.asarray(np.random.default_rng(1).standard_normal((BATCH, VALUE_HEADS, *shape)), jnp.float32)
-    whole, step = (getattr(modules, each) for each in (name, f"{name}_step"))
+@pytest.mark.parametrize("name", NAMES)
+def test_steps(name: str):
+    """One of one token, and then one of several."""
+    tokens, others, states = call_of(name, 4)
+    step = getattr(modules, f"{name}_step")
+    want, last = oracle(name, tokens | others, None, np.asarray(states))
     pool, slots = pool_of(states), jnp.array([3, 1])
-    with unoptimised():
-        want, last = whole(**tokens, **others, initial_state=states, return_state=True)
-        first, rest = ({n: x[:, part] for n, x in tokens.items()} for part in (0, slice(1, None)))
-        one, pool = step(**first, **others, state_pool=pool, state_indices=slots)
-        more, pool = step(**rest, **others, state_pool=pool, state_indices=slots)
-    np.testing.assert_allclose(one, want[:, 0], atol=1e-5)
-    np.testing.assert_allclose(more, want[:, 1:], atol=1e-5)
-    np.testing.assert_allclose(pool[slots], last, atol=1e-5)
+    first, rest = ({n: x[:, part] for n, x in tokens.items()} for part in (0, slice(1, None)))
+    one, pool = step(**first, **others, state_pool=pool, state_indices=slots)
+    more, pool = step(**rest, **others, state_pool=pool, state_indices=slots)
+    np.testing.assert_allclose(one, want[:, 0], atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(more, want[:, 1:], atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(pool[slots], last, atol=1e-5, rtol=1e-5)
     assert np.isnan(pool[jnp.array([0, 2])]).all()
+
+
+@pytest.mark.parametrize(("name", "bound"), [("gated_delta_rule", None), ("kimi_delta_attention", None),
+                                             ("kimi_delta_attention", -3.0)])  # fmt: skip
+@pytest.mark.parametrize("negative", [False, True])
+def test_raw_gates(name: str, bound: float | None, negative: bool):
+    token, _, states = token_of(name)
+    random = np.random.default_rng(2)
+    shape = token.pop("g").shape
+    token.pop("beta")
+    a, b, rate, bias = (random.standard_normal(x).astype(np.float32) for x in (shape, shape[:2], shape[1], shape[1:]))
+    factor = np.exp(rate).reshape(-1, *[1] * (len(shape) - 2))
+    g = -factor * softplus(a + bias) if bound is None else bound / (1 + np.exp(-factor * (a + bias)))
+    beta = (2.0 if negative else 1.0) / (1 + np.exp(-b))
+    step = getattr(modules, f"{name}_step")
+    options = {} if bound is None else {"lower_bound": bound}
+    got = step(
+        **token, a=a, b=b, A_log=rate, dt_bias=bias, allow_neg_eigval=negative, state_pool=states, **options
+    )  # fmt: skip
+    want = step(**token, g=g.astype(np.float32), beta=beta.astype(np.float32), state_pool=states)
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_slopes_of_retention():
+    token, _, states = token_of("retention")
+    slopes = -np.log1p(-(2.0 ** -np.arange(5.0, 9.0))).astype(np.float32)
+    token.pop("slopes", None)
+    got, want = (modules.retention_step(**token, **each, state_pool=states) for each in ({}, {"slopes": slopes}))
+    np.testing.assert_allclose(got[1], want[1], atol=1e-6)
+
+
+def test_norms():
+    token, _, states = token_of("delta_rule")
+    options = {"qk_l2norm": True, "l2norm_eps": 0.5, "state_pool": states}
+    got = modules.delta_rule_step(**token | {"k": 3 * token["k"]}, **options)
+    key, query = (x / np.sqrt(np.sum(np.square(x), -1, keepdims=True) + 0.5) for x in (3 * token["k"], token["q"]))
+    want = modules.delta_rule_step(query, key, token["v"], token["beta"], state_pool=states)
+    np.testing.assert_allclose(got[0], want[0], atol=1e-5)
 
 
 def test_padding_of_a_state_space_model_is_zero():
     """Beside the state there is a skip, which padding has, too."""
-    tokens, others = arrays_of("ssd")
-    token = {n: x[:, 0].at[1].set(jnp.nan) for n, x in tokens.items()}
-    pool = jnp.zeros((4, VALUE_HEADS, VALUE_DIM, KEY_DIM))
-    out, after = modules.ssd_step(**token, **others, state_pool=pool, state_indices=[2, -1])
+    token, others, states = token_of("ssd")
+    token = {n: x.at[1].set(jnp.nan) for n, x in token.items()}
+    out, after = modules.ssd_step(**token, **others, state_pool=pool_of(states), state_indices=[1, -1])
     assert not np.any(out[1])
     assert np.all(np.isfinite(out))
     assert np.any(out[0])
-    np.testing.assert_array_equal(after[jnp.array([0, 1, 3])], 0)
+    np.testing.assert_array_equal(after[3], states[0])
 
 
 def test_a_state_space_model_in_bfloat16_rounds_its_output_alone():
-    tokens, others = arrays_of("ssd")
-    token = {n: x[:, 0].astype(jnp.bfloat16) for n, x in tokens.items()}
-    pool = pool_of(jnp.ones((2, VALUE_HEADS, VALUE_DIM, KEY_DIM)))
-    out, after = modules.ssd_step(**token, **others, state_pool=pool, state_indices=[3, 1])
+    token, others, states = token_of("ssd")
+    token = {n: x.astype(jnp.bfloat16) for n, x in token.items()}
+    out, after = modules.ssd_step(**token, **others, state_pool=states)
     exact, wanted = modules.ssd_step(
-        **{n: x.astype(jnp.float32) for n, x in token.items()}, **others, state_pool=pool, state_indices=[3, 1]
-    )
+        **{n: x.astype(jnp.float32) for n, x in token.items()}, **others, state_pool=states
+    )  # fmt: skip
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
     np.testing.assert_array_equal(after, wanted)
 
 
 def test_values_before_keys():
-    tokens, others = arrays_of("gated_delta_rule")
-    token = {n: x[:, 0] for n, x in tokens.items()}
-    pool = jnp.ones((BATCH, VALUE_HEADS, KEY_DIM, VALUE_DIM))
-    pool = pool * jnp.arange(KEY_DIM)[:, None]
-    want = modules.gated_delta_rule_step(**token, **others, state_pool=pool)
-    got = modules.gated_delta_rule_step(**token, **others, state_pool=jnp.swapaxes(pool, 2, 3), state_layout="vk")
+    token, others, states = token_of("gated_delta_rule")
+    want = modules.gated_delta_rule_step(**token, **others, state_pool=states)
+    got = modules.gated_delta_rule_step(
+        **token, **others, state_pool=jnp.swapaxes(states, 2, 3), state_layout="vk"
+    )  # fmt: skip
     np.testing.assert_allclose(got[0], want[0], atol=1e-6)
     np.testing.assert_allclose(jnp.swapaxes(got[1], 2, 3), want[1], atol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted({f"{name}_step" for name, *_ in CALLS.values()}))
+@pytest.mark.parametrize("name", [f"{name}_step" for name in NAMES])
 def test_arguments_are_those_of_the_whole_function(name: str):
     """In its order, but for states and sequences."""
     ours = inspect.signature(getattr(modules, name)).parameters
@@ -138,11 +139,11 @@ def test_arguments_are_those_of_the_whole_function(name: str):
 
 
 @pytest.mark.parametrize(
-    ("call", "changes", "error", "message"),
+    ("name", "changes", "error", "message"),
     [
         ("gated_delta_rule", {"g": None}, ValueError, "gated_delta_rule_step: the decay is given as g"),
         ("gated_delta_rule", {"g": np.zeros((2, 3), np.float32)}, ValueError, r"g must have the shape \[batch, value"),
-        ("kimi", {"lower_bound": -1.0}, ValueError, "lower_bound turn a raw gate"),
+        ("kimi_delta_attention", {"lower_bound": -1.0}, ValueError, "lower_bound turn a raw gate"),
         ("retention", {"slopes": np.zeros(3, np.float32)}, ValueError, "slopes must have the shape"),
         ("retention", {"state_layout": "kx"}, ValueError, "state_layout must be one of"),
         ("rwkv7", {"a": np.zeros((2, 4), np.float32)}, ValueError, r"a must have the shape"),
@@ -151,9 +152,7 @@ def test_arguments_are_those_of_the_whole_function(name: str):
         ("lightning_attention", {"cum_seqlens": np.zeros(2, int)}, TypeError, "has no argument 'cum_seqlens'"),
     ],
 )
-def test_wrong_arguments(call: str, changes: dict[str, Any], error: type[Exception], message: str):
-    tokens, others = arrays_of(call)
-    state = (VALUE_DIM, KEY_DIM) if "ssd" in call else (KEY_DIM, VALUE_DIM)
-    given = {n: x[:, 0] for n, x in tokens.items()} | others | {"state_pool": jnp.zeros((2, VALUE_HEADS, *state))}
+def test_wrong_arguments(name: str, changes: dict[str, Any], error: type[Exception], message: str):
+    token, others, states = token_of(name)
     with pytest.raises(error, match=message):
-        getattr(modules, f"{CALLS[call][0]}_step")(**given | changes)
+        getattr(modules, f"{name}_step")(**token | others | {"state_pool": states} | changes)
