@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.aot.compiler import lower_as_there, missing_packages
-from tilewright.modules import flash_attention, mla_decode, rope_update_pages
+from tilewright.modules import flash_attention, linear_attention_step, mla_decode, rope_update_pages
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason=missing_packages())
 
@@ -47,6 +47,26 @@ def carried_pool(query: Any, key: Any, value: Any, table: Any, lengths: Any, *po
     return jax.lax.fori_loop(0, LAYERS, layer, (query, *pools))
 
 
+STATES = (16, 8, HEAD_DIM, HEAD_DIM)
+OF_HEADS = struct(TOKENS, 8, HEAD_DIM)
+
+
+def state_step(value: Any, pool: Any) -> Any:
+    slots = jnp.arange(TOKENS, dtype=jnp.int32)[::-1]
+    strength = jnp.ones(value.shape[:2])
+    return linear_attention_step(
+        value, value, value, pool, beta=strength, log_decay=-strength, state_indices=slots, platform="triton"
+    )
+
+
+def stacked_states(value: Any, pools: Any) -> Any:
+    return jax.lax.scan(state_step, value, pools)
+
+
+def carried_states(value: Any, pool: Any) -> Any:
+    return jax.lax.fori_loop(0, LAYERS, lambda _, carry: state_step(*carry), (value, pool))
+
+
 def latents(query: Any, pages: Any, table: Any, lengths: Any) -> Any:
     return jax.lax.map(lambda query: mla_decode(query, pages, table, lengths, platform="pallas"), query)
 
@@ -60,6 +80,7 @@ def gradients(query: Any, key: Any, value: Any) -> Any:
 
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "pages": (stacked_pages, (*NEW, *[struct(LAYERS, *POOL)] * 2)),
+    "states": (stacked_states, (OF_HEADS, struct(LAYERS, *STATES, dtype=jnp.float32))),
     "latents": (
         latents,
         (struct(3, 2, 64, 576), struct(8, 64, 576), struct(2, 2, dtype=jnp.int32), struct(2, dtype=jnp.int32)),
@@ -87,3 +108,10 @@ def test_a_pool_that_a_loop_carries_is_not_copied() -> None:
     copies = re.findall(rf"= {shape}\S* copy\(", program)
     # The pools are no operands of the program that it may keep, so each is copied once, before the loop.
     assert len(copies) == 2
+
+
+def test_a_pool_of_states_that_a_loop_carries_is_not_copied() -> None:
+    program = lower_as_there(carried_states, OF_HEADS, struct(*STATES, dtype=jnp.float32)).compile().as_text()
+    shape = re.escape(f"f32[{','.join(map(str, STATES))}]")
+    # It is no operand of the program that it may keep, so it is copied once, before the loop.
+    assert len(re.findall(rf"= {shape}\S* copy\(", program)) == 1
