@@ -1,4 +1,4 @@
-"""A step of linear attention for every device, in plain JAX: the pool is read twice and written once."""
+"""A step of linear attention for every device, in plain JAX."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -18,7 +18,8 @@ class XlaLinearAttentionStep(InferenceBackend[StepInputs, Stepped, FwdParams]):
 
     After t tokens the state is ``decay ⊙ S + Σ left rightᵀ``, with S as it was read, and a pair of vectors for each
     write and each removal. So the products of all tokens with S are one pass over it, whatever their number, and the
-    new state is another one.
+    new state is another one. Without ``state_indices`` it is written in place; else XLA writes the new states one
+    behind the other first, and then scatters them.
     """
 
     name: ClassVar[str] = "xla"
@@ -64,9 +65,9 @@ class XlaLinearAttentionStep(InferenceBackend[StepInputs, Stepped, FwdParams]):
                 seen = [*pairs, (given["bonus"] * key, value)]
             outs.append(inputs.scale * (read_by_query[t] + _of_pairs(seen, query)))
             pairs = decayed + new
-        lefts, rights = (jnp.stack(sides, axis=-1) for sides in zip(*pairs, strict=True))
         state = state if left is None else left[..., None] * state
-        state = state + jnp.sum(lefts[..., :, None, :] * rights[..., None, :, :], axis=-1)
+        for side, right in pairs:
+            state = state + side[..., :, None] * right[..., None, :]
         return stepped(inputs, jnp.stack(outs, axis=1), state)
 
 
