@@ -77,7 +77,8 @@ def _declaration(name: str, found: Any, imports: _Imports) -> str:
 def _function(name: str, function: Callable[..., Any], imports: _Imports) -> Iterator[str]:
     parameters = inspect.signature(function).parameters
     declared = results_by_given(function)
-    entries = [(_given(names, declared, parameters), kind) for names, kind in declared.items()]
+    # Results that no argument changes need no overload.
+    entries = [(_given(names, declared, parameters), kind) for names, kind in declared.items() if any(declared)]
     for given, kind in [*entries, ({}, results_of(function))]:
         if entries:
             yield f"@{imports.add('typing', 'overload')}"

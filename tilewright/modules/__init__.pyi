@@ -688,40 +688,6 @@ def delta_rule(
     l2norm_eps: float = 1e-06,
 ) -> Array | tuple[Array, Array]: ...
 @overload
-def delta_rule_step(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    beta: ArrayLike,
-    scale: float | None = None,
-    *,
-    state_pool: ArrayLike,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-    state_layout: StateLayout = "kv",
-    qk_l2norm: bool = False,
-    l2norm_eps: float = 1e-06,
-) -> tuple[Array, Array]: ...
-@overload
-def delta_rule_step(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    beta: ArrayLike,
-    scale: float | None = None,
-    *,
-    state_pool: ArrayLike,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-    state_layout: StateLayout = "kv",
-    qk_l2norm: bool = False,
-    l2norm_eps: float = 1e-06,
-) -> tuple[Array, Array]: ...
-@overload
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -926,52 +892,6 @@ def gated_delta_rule(
     l2norm_eps: float = 1e-06,
 ) -> Array | tuple[Array, Array]: ...
 @overload
-def gated_delta_rule_step(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    g: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    scale: float | None = None,
-    *,
-    state_pool: ArrayLike,
-    a: ArrayLike | None = None,
-    b: ArrayLike | None = None,
-    A_log: ArrayLike | None = None,
-    dt_bias: ArrayLike | None = None,
-    allow_neg_eigval: bool = False,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-    state_layout: StateLayout = "kv",
-    qk_l2norm: bool = False,
-    l2norm_eps: float = 1e-06,
-) -> tuple[Array, Array]: ...
-@overload
-def gated_delta_rule_step(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    g: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    scale: float | None = None,
-    *,
-    state_pool: ArrayLike,
-    a: ArrayLike | None = None,
-    b: ArrayLike | None = None,
-    A_log: ArrayLike | None = None,
-    dt_bias: ArrayLike | None = None,
-    allow_neg_eigval: bool = False,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-    state_layout: StateLayout = "kv",
-    qk_l2norm: bool = False,
-    l2norm_eps: float = 1e-06,
-) -> tuple[Array, Array]: ...
-@overload
 def gated_linear_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -1019,36 +939,6 @@ def gated_linear_attention(
     platform: PlatformOption = None,
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
-@overload
-def gated_linear_attention_step(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    g: ArrayLike,
-    scale: float | None = None,
-    *,
-    state_pool: ArrayLike,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-    state_layout: StateLayout = "kv",
-) -> tuple[Array, Array]: ...
-@overload
-def gated_linear_attention_step(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    g: ArrayLike,
-    scale: float | None = None,
-    *,
-    state_pool: ArrayLike,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-    state_layout: StateLayout = "kv",
-) -> tuple[Array, Array]: ...
 @overload
 def kimi_delta_attention(
     q: ArrayLike,
@@ -1124,54 +1014,6 @@ def kimi_delta_attention(
     qk_l2norm: bool = False,
     l2norm_eps: float = 1e-06,
 ) -> Array | tuple[Array, Array]: ...
-@overload
-def kimi_delta_attention_step(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    g: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    scale: float | None = None,
-    *,
-    state_pool: ArrayLike,
-    a: ArrayLike | None = None,
-    b: ArrayLike | None = None,
-    A_log: ArrayLike | None = None,
-    dt_bias: ArrayLike | None = None,
-    lower_bound: float | None = None,
-    allow_neg_eigval: bool = False,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-    state_layout: StateLayout = "kv",
-    qk_l2norm: bool = False,
-    l2norm_eps: float = 1e-06,
-) -> tuple[Array, Array]: ...
-@overload
-def kimi_delta_attention_step(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    g: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    scale: float | None = None,
-    *,
-    state_pool: ArrayLike,
-    a: ArrayLike | None = None,
-    b: ArrayLike | None = None,
-    A_log: ArrayLike | None = None,
-    dt_bias: ArrayLike | None = None,
-    lower_bound: float | None = None,
-    allow_neg_eigval: bool = False,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-    state_layout: StateLayout = "kv",
-    qk_l2norm: bool = False,
-    l2norm_eps: float = 1e-06,
-) -> tuple[Array, Array]: ...
 @overload
 def layer_norm(
     x: ArrayLike,
@@ -1253,36 +1095,6 @@ def lightning_attention(
     platform: PlatformOption = None,
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
-@overload
-def lightning_attention_step(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    slopes: ArrayLike,
-    scale: float = 1.0,
-    *,
-    state_pool: ArrayLike,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-    state_layout: StateLayout = "kv",
-) -> tuple[Array, Array]: ...
-@overload
-def lightning_attention_step(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    slopes: ArrayLike,
-    scale: float = 1.0,
-    *,
-    state_pool: ArrayLike,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-    state_layout: StateLayout = "kv",
-) -> tuple[Array, Array]: ...
 @overload
 def linear_attention(
     query: ArrayLike,
@@ -1933,36 +1745,6 @@ def retention(
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
 @overload
-def retention_step(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    scale: float | None = None,
-    *,
-    state_pool: ArrayLike,
-    slopes: ArrayLike | None = None,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-    state_layout: StateLayout = "kv",
-) -> tuple[Array, Array]: ...
-@overload
-def retention_step(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    scale: float | None = None,
-    *,
-    state_pool: ArrayLike,
-    slopes: ArrayLike | None = None,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-    state_layout: StateLayout = "kv",
-) -> tuple[Array, Array]: ...
-@overload
 def rms_norm(
     x: ArrayLike,
     weight: ArrayLike | None = None,
@@ -2114,38 +1896,6 @@ def rwkv6(
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
 @overload
-def rwkv6_step(
-    r: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    w: ArrayLike,
-    u: ArrayLike,
-    scale: float | None = None,
-    *,
-    state_pool: ArrayLike,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-    state_layout: StateLayout = "kv",
-) -> tuple[Array, Array]: ...
-@overload
-def rwkv6_step(
-    r: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    w: ArrayLike,
-    u: ArrayLike,
-    scale: float | None = None,
-    *,
-    state_pool: ArrayLike,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-    state_layout: StateLayout = "kv",
-) -> tuple[Array, Array]: ...
-@overload
 def rwkv7(
     r: ArrayLike,
     w: ArrayLike,
@@ -2199,40 +1949,6 @@ def rwkv7(
     platform: PlatformOption = None,
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
-@overload
-def rwkv7_step(
-    r: ArrayLike,
-    w: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    a: ArrayLike,
-    b: ArrayLike,
-    scale: float = 1.0,
-    *,
-    state_pool: ArrayLike,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-    state_layout: StateLayout = "kv",
-) -> tuple[Array, Array]: ...
-@overload
-def rwkv7_step(
-    r: ArrayLike,
-    w: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    a: ArrayLike,
-    b: ArrayLike,
-    scale: float = 1.0,
-    *,
-    state_pool: ArrayLike,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-    state_layout: StateLayout = "kv",
-) -> tuple[Array, Array]: ...
 @overload
 def sample(
     logits: ArrayLike,
@@ -2405,44 +2121,6 @@ def ssd(
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
 @overload
-def ssd_step(
-    x: ArrayLike,
-    dt: ArrayLike,
-    A: ArrayLike,
-    B: ArrayLike,
-    C: ArrayLike,
-    *,
-    state_pool: ArrayLike,
-    D: ArrayLike | None = None,
-    z: ArrayLike | None = None,
-    dt_bias: ArrayLike | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] | None = None,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-) -> tuple[Array, Array]: ...
-@overload
-def ssd_step(
-    x: ArrayLike,
-    dt: ArrayLike,
-    A: ArrayLike,
-    B: ArrayLike,
-    C: ArrayLike,
-    *,
-    state_pool: ArrayLike,
-    D: ArrayLike | None = None,
-    z: ArrayLike | None = None,
-    dt_bias: ArrayLike | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] | None = None,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: Any = None,
-) -> tuple[Array, Array]: ...
-@overload
 def unified_attention(
     query: ArrayLike,
     key_cache: ArrayLike,
@@ -2602,9 +2280,47 @@ def all_gather_matmul(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array: ...
+def delta_rule_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    beta: ArrayLike,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+    qk_l2norm: bool = False,
+    l2norm_eps: float = 1e-06,
+) -> tuple[Array, Array]: ...
 
 flash_mla = mla_decode
 
+def gated_delta_rule_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    a: ArrayLike | None = None,
+    b: ArrayLike | None = None,
+    A_log: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
+    allow_neg_eigval: bool = False,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+    qk_l2norm: bool = False,
+    l2norm_eps: float = 1e-06,
+) -> tuple[Array, Array]: ...
 def gated_grouped_matmul(
     lhs: ArrayLike,
     gate: ArrayLike,
@@ -2617,6 +2333,20 @@ def gated_grouped_matmul(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array: ...
+def gated_linear_attention_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+) -> tuple[Array, Array]: ...
 def glu(
     x: ArrayLike,
     gate: ArrayLike,
@@ -2642,6 +2372,43 @@ def grouped_matmul(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array: ...
+def kimi_delta_attention_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    a: ArrayLike | None = None,
+    b: ArrayLike | None = None,
+    A_log: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
+    lower_bound: float | None = None,
+    allow_neg_eigval: bool = False,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+    qk_l2norm: bool = False,
+    l2norm_eps: float = 1e-06,
+) -> tuple[Array, Array]: ...
+def lightning_attention_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    slopes: ArrayLike,
+    scale: float = 1.0,
+    *,
+    state_pool: ArrayLike,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+) -> tuple[Array, Array]: ...
 def linear_attention_step(
     query: ArrayLike,
     key: ArrayLike,
@@ -2737,6 +2504,20 @@ def permute(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> tuple[Array, Array, Array]: ...
+def retention_step(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    slopes: ArrayLike | None = None,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+) -> tuple[Array, Array]: ...
 def rope(
     x: ArrayLike,
     positions: ArrayLike,
@@ -2749,6 +2530,55 @@ def rope(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array: ...
+def rwkv6_step(
+    r: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    w: ArrayLike,
+    u: ArrayLike,
+    scale: float | None = None,
+    *,
+    state_pool: ArrayLike,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+) -> tuple[Array, Array]: ...
+def rwkv7_step(
+    r: ArrayLike,
+    w: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    a: ArrayLike,
+    b: ArrayLike,
+    scale: float = 1.0,
+    *,
+    state_pool: ArrayLike,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+    state_layout: StateLayout = "kv",
+) -> tuple[Array, Array]: ...
+def ssd_step(
+    x: ArrayLike,
+    dt: ArrayLike,
+    A: ArrayLike,
+    B: ArrayLike,
+    C: ArrayLike,
+    *,
+    state_pool: ArrayLike,
+    D: ArrayLike | None = None,
+    z: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = None,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: Any = None,
+) -> tuple[Array, Array]: ...
 def top_k_router(
     logits: ArrayLike,
     k: int,
