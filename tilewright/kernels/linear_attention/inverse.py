@@ -38,7 +38,5 @@ def chunk_inverse(key: jax.Array, beta: jax.Array, table: ChunkTable, *, dtype: 
             "KEY_PRECISION": "tf32x3" if key.dtype.itemsize == 4 else "tf32",
             "PRECISION": "tf32" if jnp.dtype(dtype) == jnp.float16 else "tf32x3",
         },
-        # With 4 warps what float32 holds in registers spills.
-        num_warps=4 if jnp.dtype(dtype) == jnp.float16 else 8,
     )
     return out

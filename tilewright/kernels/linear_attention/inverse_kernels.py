@@ -4,8 +4,8 @@
   L     ``tril(β_i k_i · k_j, -1)`` of the tokens of a chunk, [64, 64]; the rows of what is not a token are 0
   T0    ``(I + L)⁻¹``, lower triangular with ones on the diagonal: no gate is in it, since ``T = Γ ⊙ T0``
 
-The blocks of 16 on the diagonal are inverted by forward substitution in float32, all four at once. Two merges follow, of
-blocks of 16 and then of 32: with X the inverse of the blocks and M the blocks of L below them, ``X - X M X`` is the
+The blocks of 16 on the diagonal are inverted by forward substitution in float32, all four at once. Two merges follow,
+of blocks of 16 and then of 32: with X the inverse of the blocks and M the blocks of L below them, ``X - X M X`` is the
 inverse of the pairs. The other blocks of M are zeros, so this is the product X22 L21 X11 for each pair. Powers of L
 would need none of it, but lose all digits where keys are alike.
 """
@@ -54,7 +54,7 @@ def chunk_inverse(
 
     key, beta   [rows, H, K] and [rows, HV]
     chunks      as in ``ChunkTable``
-    out         [chunks, HV, 64, 64], in the dtype that the operands of the merges have; chunks without a token are not written
+    out         [chunks, HV, 64, 64], in the dtype of the merges' operands; chunks without a token are not written
     """
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)

@@ -40,7 +40,10 @@ class LinearAttention(PortfolioKernel[LinearAttentionInputs, LinearAttentionResu
     cases: ClassVar[OpCases[LinearAttentionCase]] = CASES
 
     def __init__(self) -> None:
-        backends = ["tilewright.kernels.linear_attention.xla.backend:XlaLinearAttention"]
+        backends = [
+            "tilewright.kernels.linear_attention.triton.backend:TritonLinearAttention",
+            "tilewright.kernels.linear_attention.xla.backend:XlaLinearAttention",
+        ]
         super().__init__("linear_attention", version="1", backends=backends)
 
     def prepare(

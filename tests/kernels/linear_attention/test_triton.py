@@ -1,0 +1,211 @@
+"""Conformance of the Triton backend of linear attention, by Triton's interpreter; hostile cases, and its params."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.kernels.conformance import check_candidates
+from tests.kernels.conftest import A100, H100
+from tests.kernels.linear_attention.conformance import (
+    CASES,
+    SMALL,
+    LinearAttentionConformance,
+    cotangents_of,
+    inputs_of,
+    oracle,
+    relative_error,
+)
+from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
+from tilewright.kernels.linear_attention.triton.backend import TritonLinearAttention
+from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, TritonPass
+from tilewright.kernels.triton.interpreter import interpret_triton
+from tilewright.ops.types import Device
+
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
+BACKEND = TritonLinearAttention()
+PARAMS = TritonLinearAttentionParams(TritonPass(16, 4, 1), TritonPass(16, 4, 1))
+
+
+class TestTriton(LinearAttentionConformance):
+    backend = BACKEND
+    device = H100
+    machine = staticmethod(interpret_triton)
+
+    def params(self, inputs: LinearAttentionInputs) -> tuple[Any, Any]:
+        return PARAMS, PARAMS
+
+
+run = TestTriton()
+
+
+def outputs(inputs: LinearAttentionInputs) -> Any:
+    with interpret_triton():
+        return jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, PARAMS))(inputs))
+
+
+def check(inputs: LinearAttentionInputs, factor: float = 2.0) -> dict[str, Any]:
+    cotangents = cotangents_of(inputs)
+    got = run.compiled(inputs)(inputs, cotangents)
+    run.check(got, inputs, cotangents, factor)
+    return got
+
+
+@pytest.mark.parametrize("update", ["add", "delta"])
+@pytest.mark.parametrize("pattern", ["resets", "alternating", "strong", "none of some heads"])
+def test_gates(pattern: str, update: Any):
+    """Those that forget all, whose sums are far from 0: nothing overflows, and gradients are finite."""
+    inputs = inputs_of(dataclasses.replace(SMALL, value_heads=2, update=update, state=True))
+    decay = np.asarray(inputs.log_decay).copy()
+    if pattern == "resets":
+        decay[:, [0, 13, 63, 64]] = -1000.0
+    elif pattern == "alternating":
+        decay[:, ::2], decay[:, 1::2] = 0.0, -1000.0
+    elif pattern == "strong":
+        decay[:] = -6.0
+    else:
+        decay[..., 0] = 0.0
+    # Behind a sum of -1000 a decay has the digits that float32 has of it.
+    got = check(inputs.replace(log_decay=jnp.asarray(decay)), factor=40.0)
+    assert all(np.all(np.isfinite(x)) for x in got.values())
+
+
+@pytest.mark.parametrize("total", [-9.0, -14.0, -30.0])
+def test_old_history_is_not_dropped(total: float):
+    """What is left of one early value counts, relative to itself."""
+    inputs = inputs_of(dataclasses.replace(SMALL, length=130))
+    value = jnp.zeros_like(inputs.value).at[:, 0].set(1e4)
+    inputs = inputs.replace(value=value, log_decay=jnp.full_like(inputs.log_decay, total / 130))
+    got, want = outputs(inputs).out, oracle(inputs, cotangents_of(inputs))["out"]
+    assert relative_error(got[:, -1], want[:, -1]) < 1e-4
+
+
+@pytest.mark.parametrize("strength", [1.0, 2.0])
+def test_equal_keys(strength: float):
+    inputs = inputs_of(dataclasses.replace(SMALL, gate="none", qk_l2norm=True))
+    key = jnp.broadcast_to(inputs.key[:, :1], inputs.key.shape)
+    check(inputs.replace(key=key, beta=jnp.full_like(inputs.beta, strength)), factor=40.0)
+
+
+def test_no_strength():
+    """With β = 0 nothing is written, and β has a gradient."""
+    inputs = inputs_of(dataclasses.replace(SMALL, state=True))
+    got = check(inputs.replace(beta=jnp.zeros_like(inputs.beta)))
+    assert np.any(got["d_beta"])
+
+
+def test_zero_keys_have_finite_gradients():
+    inputs = inputs_of(dataclasses.replace(SMALL, qk_l2norm=True))
+    got = check(inputs.replace(key=inputs.key.at[:, ::3].set(0.0)))
+    assert all(np.all(np.isfinite(x)) for x in got.values())
+
+
+@pytest.mark.parametrize("at", [1, 16, 37, 64])
+def test_causal_to_the_bit(at: int):
+    """Whatever follows, be it a decay of 0 or a large value."""
+    inputs = inputs_of(dataclasses.replace(SMALL, value_heads=2))
+    changed = inputs.replace(
+        query=inputs.query.at[:, at:].mul(-3.0),
+        key=inputs.key.at[:, at:].mul(2.0),
+        value=inputs.value.at[:, at:].set(1e4),
+        log_decay=inputs.log_decay.at[:, at:].set(-1000.0),
+        beta=inputs.beta.at[:, at:].set(1.5),
+    )
+    first, second = (np.asarray(outputs(each).out)[:, :at] for each in (inputs, changed))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_a_sequence_has_the_same_bits_anywhere():
+    """Alone, behind others, and before others."""
+    alone = inputs_of(dataclasses.replace(SMALL, length=70))
+    noise = inputs_of(dataclasses.replace(SMALL, length=100))
+    want = outputs(alone).out
+    for begin in (0, 5, 30):
+        names = ("query", "key", "value", "log_decay", "beta")
+        place = {name: getattr(noise, name).at[:, begin : begin + 70].set(getattr(alone, name)) for name in names}
+        bounds = jnp.asarray([0, begin, begin + 70, 100], jnp.int32)
+        got = outputs(noise.replace(**place, cum_seqlens=bounds)).out
+        np.testing.assert_array_equal(got[:, begin : begin + 70], want)
+
+
+@pytest.mark.parametrize("update", ["add", "delta"])
+def test_two_halves_are_one(update: Any):
+    whole = inputs_of(dataclasses.replace(SMALL, length=100, update=update, state=True))
+    want, state = outputs(whole), whole.initial_state
+    outs = []
+    for part in (slice(0, 37), slice(37, 100)):
+        names = ("query", "key", "value", "log_decay", *(("beta",) if update == "delta" else ()))
+        half = whole.replace(initial_state=state, **{name: getattr(whole, name)[:, part] for name in names})
+        out, state = outputs(half)
+        outs.append(out)
+    assert relative_error(np.concatenate(outs, 1), want.out) < 1e-6
+    assert relative_error(state, want.state) < 1e-6
+
+
+def test_empty_sequences_pass_states_on():
+    inputs = inputs_of(CASES["gated delta packed"], cum_seqlens=jnp.asarray([9, 9, 40, 40, 40], jnp.int32))
+    got = check(inputs)
+    empty = np.array([0, 2, 3])
+    np.testing.assert_array_equal(got["state"][empty], inputs.initial_state[empty])
+    np.testing.assert_array_equal(got["d_initial_state"][empty], cotangents_of(inputs).state[empty])
+
+
+def test_gradients_of_one_result_alone():
+    inputs = inputs_of(dataclasses.replace(SMALL, state=True))
+    cotangents = cotangents_of(inputs)
+    for each in (cotangents._replace(out=None), cotangents._replace(state=None)):
+        with interpret_triton():
+            backward = jax.jit(lambda inputs, each: BACKEND.backward(inputs, None, each, PARAMS))
+            got = jax.block_until_ready(backward(inputs, each))
+        filled = [jnp.zeros_like(x) if y is None else y for x, y in zip(cotangents, each, strict=True)]
+        want = oracle(inputs, type(cotangents)(*filled))
+        errors = {name: relative_error(x, want[f"d_{name}"]) for name, x in got.items() if np.any(want[f"d_{name}"])}
+        assert max(errors.values()) < 5e-6, errors
+
+
+def test_vmap_is_one_call_after_another():
+    inputs = inputs_of(dataclasses.replace(SMALL, length=20))
+    mapped = jnp.stack([inputs.value, -2 * inputs.value])
+    with interpret_triton():
+        forward = lambda value: BACKEND.forward(inputs.replace(value=value), PARAMS).out
+        got = jax.block_until_ready(jax.jit(jax.vmap(forward))(mapped))
+    want = outputs(inputs).out
+    assert relative_error(got, np.stack([want, -2 * want])) < 1e-6
+
+
+def test_what_it_declines():
+    def reasons(name: str, device: Device = A100, **changes: Any) -> str:
+        inputs = inputs_of(CASES[name], **changes).structs
+        return "; ".join(BACKEND.not_supported_reasons(inputs, device, "forward"))
+
+    declined = {"decays of channels", "removal", "bonus", "segments"}
+    assert {name for name in CASES if reasons(name)} == declined
+    assert "one for each channel of the keys" in reasons("decays of channels")
+    assert "does not serve bonus" in reasons("bonus")
+    assert "does not serve segment_ids" in reasons("segments")
+    assert "needs a CUDA GPU" in reasons("delta", Device("cpu", "cpu"))
+    assert "key_dim must be at most 256, got 257" in "; ".join(
+        BACKEND.not_supported_reasons(inputs_of(dataclasses.replace(SMALL, key_dim=257)).structs, A100, "forward")
+    )
+    empty = inputs_of(dataclasses.replace(SMALL, length=0)).structs
+    assert "need tokens" in "; ".join(BACKEND.not_supported_reasons(empty, A100, "forward"))
+
+
+@pytest.mark.parametrize("device", [A100, H100], ids=lambda device: device.name)
+@pytest.mark.parametrize("name", ["gated delta", "ssd bfloat16", "delta float16"])
+def test_params(device: Device, name: str):
+    check_candidates(BACKEND, inputs_of(CASES[name]).structs, device)
+
+
+@pytest.mark.parametrize("wrong", [(8,), (48,), (32, 3), (32, 4, 0), (True,)])
+def test_params_are_checked(wrong: tuple[Any, ...]):
+    with pytest.raises(ValueError, match="must be"):
+        TritonPass(*wrong)
+    with pytest.raises(TypeError, match="tokens must be a TritonPass, got None"):
+        TritonLinearAttentionParams(TritonPass(16), None)  # type: ignore[arg-type]

@@ -1,0 +1,82 @@
+"""The Triton backend of linear attention with one decay per head, on NVIDIA GPUs from Ampere on."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import jax
+
+from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
+from tilewright.kernels.linear_attention.triton import calls
+from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, listed_params
+from tilewright.kernels.op.backend import Backend
+from tilewright.kernels.op.choice import Platform
+from tilewright.kernels.triton import unavailable
+from tilewright.ops.types import Device, Direction
+
+DTYPES = ("float16", "bfloat16", "float32")
+
+MAX_DIM = 256
+"""Channels of keys and of values: a state's block of rows is in registers."""
+
+MAX_TOKENS = 1 << 30
+"""Rows of all sequences: kernels count them in 32 bits."""
+
+
+class TritonLinearAttention(
+    Backend[
+        LinearAttentionInputs, LinearAttentionResults, TritonLinearAttentionParams, TritonLinearAttentionParams
+    ]
+):  # fmt: skip
+    """Serves sums and delta rules with a decay for each head, or none; repeats bit for bit.
+
+    Operands of matmuls are bfloat16 for bfloat16 values, else float32 in TensorFloat-32; sums are float32.
+    """
+
+    name: ClassVar[str] = "triton"
+    platform: ClassVar[Platform] = Platform.TRITON
+    forward_params: ClassVar[type] = TritonLinearAttentionParams
+    backward_params: ClassVar[type] = TritonLinearAttentionParams
+    late_import: ClassVar[str] = "triton"
+    keeps_lowering: ClassVar[bool] = True
+    serves: ClassVar[frozenset[str]] = frozenset(
+        {"log_decay", "beta", "initial_state", "cum_seqlens", "seq_lengths", "qk_l2norm", "l2norm_eps"}
+    )
+
+    def reasons(self, inputs: LinearAttentionInputs, device: Device, direction: Direction) -> list[str]:
+        reasons = unavailable(device)
+        for name in ("value", "log_decay", "beta"):
+            array = inputs.arrays[name]
+            if array is not None and array.dtype.name not in DTYPES:
+                reasons.append(f"{name} must be one of {DTYPES}, got {array.dtype}")
+        if inputs.gate == "channel":
+            reasons.append("its decays are those of heads, got one for each channel of the keys")
+        for name in ("key_dim", "value_dim"):
+            if getattr(inputs, name) > MAX_DIM:
+                reasons.append(f"{name} must be at most {MAX_DIM}, got {getattr(inputs, name)}")
+        if 0 in (*inputs.value.shape, inputs.key_dim, inputs.sequences):
+            reasons.append(f"its kernels need tokens of sequences, got value of the shape {inputs.value.shape}")
+        elif inputs.batch * inputs.length > MAX_TOKENS:
+            reasons.append(f"its kernels count up to {MAX_TOKENS} tokens, got {inputs.batch} · {inputs.length}")
+        return reasons
+
+    def candidates(
+        self, inputs: LinearAttentionInputs, device: Device, direction: Direction
+    ) -> Iterable[TritonLinearAttentionParams]:
+        return listed_params(inputs, device, direction)
+
+    def forward(self, inputs: LinearAttentionInputs, params: TritonLinearAttentionParams) -> LinearAttentionResults:
+        # One mapped call after another: the kernels have no axis for them.
+        run = jax.custom_batching.sequential_vmap(lambda inputs: calls.forward(inputs, params))
+        found: LinearAttentionResults = run(inputs)
+        return found
+
+    def backward(
+        self,
+        inputs: LinearAttentionInputs,
+        results: Any,
+        cotangents: LinearAttentionResults,
+        params: TritonLinearAttentionParams,
+    ) -> dict[str, Any]:
+        run = jax.custom_batching.sequential_vmap(lambda inputs, cotangents: calls.backward(inputs, cotangents, params))
+        found: dict[str, Any] = run(inputs, cotangents)
+        return found
