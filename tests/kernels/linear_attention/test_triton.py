@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.kernels.conformance import check_candidates
-from tests.kernels.conftest import A100, H100
+from tests.kernels.conftest import A100, H100, RTX5090
 from tests.kernels.linear_attention.conformance import (
     CASES,
     SMALL,
@@ -201,6 +201,17 @@ def test_what_it_declines():
 @pytest.mark.parametrize("name", ["gated delta", "ssd bfloat16", "delta float16"])
 def test_params(device: Device, name: str):
     check_candidates(BACKEND, inputs_of(CASES[name]).structs, device)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("device", [A100, H100, RTX5090], ids=lambda device: device.name)
+def test_what_is_chosen_fits_a_block(device: Device, dtype: str):
+    """With the widest states, too."""
+    inputs = inputs_of(dataclasses.replace(SMALL, key_dim=256, value_dim=256, dtype=dtype)).structs
+    for listed in check_candidates(BACKEND, inputs, device).values():
+        assert len(listed) > 1
+    large = TritonLinearAttentionParams(TritonPass(256, 8, 8), TritonPass(16))
+    assert "shared" in "; ".join(BACKEND.config_reasons(inputs, device, "backward", large))
 
 
 @pytest.mark.parametrize("wrong", [(8,), (48,), (32, 3), (32, 4, 0), (True,)])

@@ -35,8 +35,7 @@ def chunk_inverse(key: jax.Array, beta: jax.Array, table: ChunkTable, *, dtype: 
             "HV": value_heads,
             "K": key_dim,
             "BLOCK_K": min(power_of_two(key_dim, MIN_DOT), 64),
-            "KEY_PRECISION": "tf32x3" if key.dtype.itemsize == 4 else "tf32",
-            "PRECISION": "tf32" if jnp.dtype(dtype) == jnp.float16 else "tf32x3",
+            "PRECISION": "tf32x3" if key.dtype.itemsize == 4 else "tf32",
         },
     )
     return out

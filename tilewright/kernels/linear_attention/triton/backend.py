@@ -1,15 +1,16 @@
 """The Triton backend of linear attention with one decay per head, on NVIDIA GPUs from Ampere on."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax
 
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
 from tilewright.kernels.linear_attention.triton import calls
-from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, listed_params
+from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, footprints, listed_params
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
+from tilewright.kernels.op.footprint import Footprint, launch_reasons
 from tilewright.kernels.triton import unavailable
 from tilewright.ops.types import Device, Direction
 
@@ -63,6 +64,24 @@ class TritonLinearAttention(
         self, inputs: LinearAttentionInputs, device: Device, direction: Direction
     ) -> Iterable[TritonLinearAttentionParams]:
         return listed_params(inputs, device, direction)
+
+    def config_reasons(
+        self,
+        inputs: LinearAttentionInputs,
+        device: Device,
+        direction: Direction,
+        params: TritonLinearAttentionParams,
+    ) -> list[str]:
+        return launch_reasons(footprints(inputs, device, direction, params), device)
+
+    def footprints(
+        self,
+        inputs: LinearAttentionInputs,
+        device: Device,
+        direction: Direction,
+        params: TritonLinearAttentionParams,
+    ) -> Sequence[Footprint]:
+        return footprints(inputs, device, direction, params)
 
     def forward(self, inputs: LinearAttentionInputs, params: TritonLinearAttentionParams) -> LinearAttentionResults:
         # One mapped call after another: the kernels have no axis for them.

@@ -14,6 +14,9 @@ from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 from tilewright.kernels.triton.matmul import tl_precision
 
+MAX_GRADIENT_BLOCK = 64
+"""Channels of keys, and channels of values of a step, in the kernel of the gradients of tokens."""
+
 
 def operand_dtype(dtype: Any) -> Any:
     """The dtype of operands of matmuls: float16 values are in TensorFloat-32, which has its digits and more range."""
@@ -171,10 +174,11 @@ def backward(
     d_updates = _local_gradients(chunks, d_out, params.tokens)
     d_updates, d_states, d_initial = _state_gradients(chunks, d_out, d_updates, cotangents.state, params.states)
     delta, gate = inputs.beta is not None, inputs.log_decay is not None
-    constants = chunks.constants(params.tokens, _block_k(inputs), states=True, scale=True)
     # The accumulators of all products of a chunk are in registers at once.
-    constants["BLOCK_V"] = min(constants["BLOCK_V"], constants["BLOCK_K"])
-    shares = -(-inputs.key_dim // constants["BLOCK_K"])
+    tile = dataclasses.replace(params.tokens, block_v=min(params.tokens.block_v, MAX_GRADIENT_BLOCK))
+    block_k = min(tile.block_v, power_of_two(inputs.key_dim, MIN_DOT))
+    constants = chunks.constants(tile, block_k, states=True, scale=True)
+    shares = -(-inputs.key_dim // block_k)
     per_token = (shares, *inputs.value.shape[:3])
     d_query, d_key, d_value, d_beta, d_decay = launch(
         kernels.token_gradients,
@@ -192,8 +196,8 @@ def backward(
         grid=[chunks.table.num_chunks * inputs.heads * shares],
         scalars={"rows_of_all": chunks.rows},
         constants=constants,
-        num_warps=8,
-        num_stages=params.tokens.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )  # fmt: skip
     if inputs.qk_l2norm:
         pull_back = jax.vjp(lambda query, key: normalized(inputs, query, key), inputs.query, inputs.key)[1]

@@ -1,9 +1,10 @@
 """Configs of linear attention in Triton: params, and those worth measuring."""
 
 import dataclasses
-from typing import Any
 
+from tilewright.kernels.linear_attention.chunks import CHUNK
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
+from tilewright.kernels.op.footprint import Footprint, launch_reasons
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.stable_ids import stable_id
@@ -52,24 +53,51 @@ class TritonLinearAttentionParams:
                 raise TypeError(f"{name} must be a TritonPass, got {getattr(self, name)!r}")
 
 
-def listed_params(inputs: LinearAttentionInputs, device: Device, direction: Direction) -> list[Any]:
+def has_wgmma(device: Device) -> bool:
+    """True if matmuls read their operands from shared memory; elsewhere they are in registers."""
+    return device.capability is not None and (9, 0) <= device.capability < (12, 0)
+
+
+def footprints(
+    inputs: LinearAttentionInputs, device: Device, direction: Direction, params: TritonLinearAttentionParams
+) -> list[Footprint]:
+    """The pass over states, which takes more shared memory than the others; an estimate from above."""
+    tile, itemsize = params.states, 2 if inputs.value.dtype.name == "bfloat16" else 4
+    key_dim = power_of_two(inputs.key_dim, MIN_DOT)
+    block_v = min(tile.block_v, power_of_two(inputs.value_dim, MIN_DOT))
+    both = 2 if direction == "backward" else 1
+    loads = both * CHUNK * (key_dim + block_v) * itemsize + (CHUNK * CHUNK * 4 if inputs.beta is not None else 0)
+    state = key_dim * block_v * itemsize
+    if has_wgmma(device):
+        shared = tile.num_stages * loads + state + CHUNK * block_v * itemsize
+    else:
+        shared = (tile.num_stages - 1) * loads + state + CHUNK * key_dim * itemsize
+    blocks = inputs.sequences * inputs.value_heads * -(-inputs.value_dim // block_v)
+    return [Footprint(blocks=blocks, threads=32 * tile.num_warps, shared_bytes=shared)]
+
+
+def listed_params(
+    inputs: LinearAttentionInputs, device: Device, direction: Direction
+) -> list[TritonLinearAttentionParams]:
     """Params worth measuring, best guess first."""
-    narrow = inputs.value.dtype.name == "bfloat16"
+    narrow, forward = inputs.value.dtype.name == "bfloat16", direction == "forward"
+    hopper = has_wgmma(device)
     most = power_of_two(inputs.value_dim, MIN_DOT)
+    widest = 64 if narrow and hopper and inputs.key_dim <= 128 else 32
+    widths = [width for width in (64, 32, 16) if width <= min(most, widest)]
+    # A wide block reads keys and inverses less often; a narrow one has more programs.
     chains = inputs.sequences * inputs.value_heads
-    widths = [width for width in ((64, 32, 16) if narrow and inputs.key_dim <= 128 else (32, 16)) if width <= most]
-    # The wide block reads keys and inverses less often; the narrow one has more programs.
     enough = [width for width in widths if chains * -(-inputs.value_dim // width) >= device.cores]
     best = (enough or widths[-1:])[0]
     widths = sorted(widths, key=lambda width: width != best)
-    tokens = TritonPass(min(most, 64 if narrow else 32), 4, 2)
+    warps = (4, 8) if narrow and hopper and inputs.key_dim <= 128 else (8, 4)
     stages = (2, 3, 1) if narrow else (1, 2)
-    listed = [
-        TritonLinearAttentionParams(TritonPass(width, warps, count), tokens)
-        for width in widths for warps in (4, 8) for count in stages
-    ]  # fmt: skip
-    others = [TritonPass(min(most, 128), 8, 2), TritonPass(min(most, 32), 4, 3)]
-    return [
-        *listed,
-        *(TritonLinearAttentionParams(listed[0].states, each) for each in others if direction == "forward"),
-    ]
+    tile = min(most, 64 if narrow and hopper else 32)
+    tokens = [TritonPass(tile, 4, 2), TritonPass(min(most, 128), 8, 2), TritonPass(min(most, 32), 4, 3)]
+    if not forward:
+        tokens = [TritonPass(tile, 8, 2), TritonPass(tile, 8, 1), TritonPass(min(most, 32), 4, 2)]
+    states = [TritonPass(width, count, depth) for width in widths for count in warps for depth in stages]
+    listed = [TritonLinearAttentionParams(each, tokens[0]) for each in states]
+    listed = list(dict.fromkeys([*listed, *(TritonLinearAttentionParams(states[0], each) for each in tokens)]))
+    fitting = [each for each in listed if not launch_reasons(footprints(inputs, device, direction, each), device)]
+    return fitting or listed[-1:]
