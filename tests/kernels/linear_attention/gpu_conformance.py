@@ -1,4 +1,4 @@
-"""Conformance of the kernels for GPUs with decays of heads: whole chunks, errors by their norms, and what is not finite."""
+"""Conformance of kernels for GPUs with decays of heads: more tokens, errors by their norms, and what is not finite."""
 
 import dataclasses
 from typing import Any, ClassVar

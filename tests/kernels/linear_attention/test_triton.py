@@ -12,15 +12,8 @@ pytest.importorskip("triton")
 
 from tests.kernels.conformance import check_candidates
 from tests.kernels.conftest import A100, H100, RTX5090
-from tests.kernels.linear_attention.conformance import (
-    CASES,
-    SMALL,
-    LinearAttentionConformance,
-    cotangents_of,
-    inputs_of,
-    oracle,
-    relative_error,
-)
+from tests.kernels.linear_attention.conformance import exact, inputs_of
+from tests.kernels.linear_attention.gpu_conformance import CASES, SMALL, GpuConformance, relative_error
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
 from tilewright.kernels.linear_attention.triton.backend import TritonLinearAttention
 from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, TritonPass
@@ -33,7 +26,7 @@ BACKEND = TritonLinearAttention()
 PARAMS = TritonLinearAttentionParams(TritonPass(16, 4, 1), TritonPass(16, 4, 1))
 
 
-class TestTriton(LinearAttentionConformance):
+class TestTriton(GpuConformance):
     backend = BACKEND
     device = H100
     machine = staticmethod(interpret_triton)
@@ -51,7 +44,7 @@ def outputs(inputs: LinearAttentionInputs) -> Any:
 
 
 def check(inputs: LinearAttentionInputs, factor: float = 2.0) -> dict[str, Any]:
-    cotangents = cotangents_of(inputs)
+    cotangents = run.cotangents(inputs)
     got = run.compiled(inputs)(inputs, cotangents)
     run.check(got, inputs, cotangents, factor)
     return got
@@ -82,7 +75,7 @@ def test_old_history_is_not_dropped(total: float):
     inputs = inputs_of(dataclasses.replace(SMALL, length=130))
     value = jnp.zeros_like(inputs.value).at[:, 0].set(1e4)
     inputs = inputs.replace(value=value, log_decay=jnp.full_like(inputs.log_decay, total / 130))
-    got, want = outputs(inputs).out, oracle(inputs, cotangents_of(inputs))["out"]
+    got, want = outputs(inputs).out, exact(inputs, run.cotangents(inputs))["out"]
     assert relative_error(got[:, -1], want[:, -1]) < 1e-4
 
 
@@ -149,22 +142,22 @@ def test_two_halves_are_one(update: Any):
 
 
 def test_empty_sequences_pass_states_on():
-    inputs = inputs_of(CASES["gated delta packed"], cum_seqlens=jnp.asarray([9, 9, 40, 40, 40], jnp.int32))
+    inputs = inputs_of(CASES["gated delta packed"]).replace(cum_seqlens=jnp.asarray([9, 9, 40, 40, 40], jnp.int32))
     got = check(inputs)
     empty = np.array([0, 2, 3])
     np.testing.assert_array_equal(got["state"][empty], inputs.initial_state[empty])
-    np.testing.assert_array_equal(got["d_initial_state"][empty], cotangents_of(inputs).state[empty])
+    np.testing.assert_array_equal(got["d_initial_state"][empty], run.cotangents(inputs).state[empty])
 
 
 def test_gradients_of_one_result_alone():
     inputs = inputs_of(dataclasses.replace(SMALL, state=True))
-    cotangents = cotangents_of(inputs)
+    cotangents = run.cotangents(inputs)
     for each in (cotangents._replace(out=None), cotangents._replace(state=None)):
         with interpret_triton():
             backward = jax.jit(lambda inputs, each: BACKEND.backward(inputs, None, each, PARAMS))
             got = jax.block_until_ready(backward(inputs, each))
         filled = [jnp.zeros_like(x) if y is None else y for x, y in zip(cotangents, each, strict=True)]
-        want = oracle(inputs, type(cotangents)(*filled))
+        want = exact(inputs, type(cotangents)(*filled))
         errors = {name: relative_error(x, want[f"d_{name}"]) for name, x in got.items() if np.any(want[f"d_{name}"])}
         assert max(errors.values()) < 5e-6, errors
 
@@ -180,8 +173,8 @@ def test_vmap_is_one_call_after_another():
 
 
 def test_what_it_declines():
-    def reasons(name: str, device: Device = A100, **changes: Any) -> str:
-        inputs = inputs_of(CASES[name], **changes).structs
+    def reasons(name: str, device: Device = A100) -> str:
+        inputs = inputs_of(CASES[name]).structs
         return "; ".join(BACKEND.not_supported_reasons(inputs, device, "forward"))
 
     declined = {"decays of channels", "removal", "bonus", "segments"}
