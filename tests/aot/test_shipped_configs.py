@@ -17,6 +17,8 @@ from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams
 from tilewright.kernels.flash_attention.triton.backend import TritonFlashAttention
+from tilewright.kernels.linear_attention.op import LinearAttention
+from tilewright.kernels.linear_attention.triton.backend import TritonLinearAttention
 from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase
 from tilewright.kernels.linear_cross_entropy.hopper.backend import HopperLinearCrossEntropy
 from tilewright.kernels.linear_cross_entropy.triton.backend import TritonLinearCrossEntropy
@@ -399,6 +401,12 @@ ROUTERS = TopKRouter.cases.by_device["gpu"] | variants(
     },
 )
 
+# Linear attention in Triton.
+
+RECURRENCES = {
+    name: case for name, case in LinearAttention.cases.by_device["gpu"].items() if case.gate in ("head", "token")
+}
+
 # Sampling in Triton.
 
 SAMPLES = Sample.cases.by_device["gpu"] | variants(
@@ -607,6 +615,7 @@ EVERY = (
     in_triton(PACKED_LATENTS, EVERY_CARD),
     in_triton(LATENT_ROWS, ("h100", "rtx4090")),
     Shipped("top_k_router", TritonRouter(), ROUTERS, EVERY_CARD, tuned=("qwen3", "odd groups")),
+    Shipped("linear_attention", TritonLinearAttention(), RECURRENCES, tuned=()),
     Shipped("linear_sample", TritonLinearSample(), LINEAR_SAMPLES, EVERY_CARD, ("forward",), tuned=("llama",)),
     Shipped("sample", TritonSample(), SAMPLES, EVERY_CARD, ("forward",), tuned=("all", "top_k_top_p", "every limit")),
     *(

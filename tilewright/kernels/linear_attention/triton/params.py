@@ -95,7 +95,8 @@ def listed_params(
     tile = min(most, 64 if narrow and hopper else 32)
     tokens = [TritonPass(tile, 4, 2), TritonPass(min(most, 128), 8, 2), TritonPass(min(most, 32), 4, 3)]
     if not forward:
-        tokens = [TritonPass(tile, 8, 2), TritonPass(tile, 8, 1), TritonPass(min(most, 32), 4, 2)]
+        # With two stages a few of the accumulators spill.
+        tokens = [TritonPass(tile, 8, 1), TritonPass(tile, 8, 2), TritonPass(min(most, 32), 8, 1)]
     states = [TritonPass(width, count, depth) for width in widths for count in warps for depth in stages]
     listed = [TritonLinearAttentionParams(each, tokens[0]) for each in states]
     listed = list(dict.fromkeys([*listed, *(TritonLinearAttentionParams(states[0], each) for each in tokens)]))

@@ -1,0 +1,103 @@
+"""Linear attention in Triton on a GPU: conformance, and real sizes beside the same call in XLA in float32."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernels.linear_attention.gpu_conformance import GpuConformance, relative_error
+from tilewright.kernels.linear_attention.cases import LinearAttentionCase
+from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
+from tilewright.kernels.linear_attention.op import LinearAttention
+from tilewright.kernels.linear_attention.triton.backend import TritonLinearAttention
+from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams
+from tilewright.kernels.op.backend import Backend
+from tilewright.kernels.op.choice import Choice, PerDirection
+from tilewright.modules import linear_attention
+from tilewright.ops.utils.device import current_device
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+pytest.importorskip("triton")
+
+BACKEND = TritonLinearAttention()
+CASES = {name: case for name, case in LinearAttention.cases.by_device["gpu"].items() if case.gate != "channel"} | {
+    "packed": LinearAttentionCase(
+        "", length=5000, heads=2, value_heads=8, key_dim=128, sequences="cum_seqlens", dtype="bfloat16",
+        qk_l2norm=True, state=True,
+    ),
+    "odd": LinearAttentionCase(
+        "", batch=3, length=777, heads=3, key_dim=100, value_dim=60, sequences="seq_lengths", dtype="float16",
+        state=True,
+    ),
+    "wide": LinearAttentionCase("", length=700, heads=2, key_dim=256, dtype="bfloat16", qk_l2norm=True, state=True),
+    "float32": LinearAttentionCase("", length=1000, heads=2, key_dim=128, state=True),
+    "delta without decays": LinearAttentionCase(
+        "", length=2000, heads=4, key_dim=64, gate="none", dtype="bfloat16", qk_l2norm=True, state=True
+    ),
+}  # fmt: skip
+
+
+class TestTriton(GpuConformance):
+    backend: ClassVar[Backend[Any, Any, Any, Any]] = BACKEND
+    # TensorFloat-32 has the digits of float16.
+    tolerances: ClassVar[dict[str, float]] = {"float32": 3e-3, "float16": 4e-3, "bfloat16": 1.2e-2}
+
+    def params(self, inputs: LinearAttentionInputs) -> tuple[Any, Any]:
+        device = current_device()
+        return BACKEND.heuristic(inputs, device, "forward"), BACKEND.heuristic(inputs, device, "backward")
+
+
+def call_of(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = CASES[name].arguments()
+    return tuple(jnp.asarray(x) for x in args), kwargs
+
+
+def found(name: str, cfg: Any = None, platform: str = "triton") -> dict[str, Any]:
+    """Results and gradients of one call, by name; in XLA from the same values in float32."""
+    args, kwargs = call_of(name)
+    if platform == "xla":
+        args = tuple(x.astype(jnp.float32) for x in args)
+    floats = {key: x for key, x in kwargs.items() if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)}
+    rest = {key: x for key, x in kwargs.items() if key not in floats}
+
+    @jax.jit
+    def both(args: Any, floats: Any) -> Any:
+        run = lambda args, floats: linear_attention(*args, **floats, **rest, cfg=cfg, platform=platform)
+        out, pull_back = jax.vjp(run, args, floats)
+        seeds = [jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape) for x in jax.tree.leaves(out)]
+        cotangents = [seed.astype(x.dtype) for seed, x in zip(seeds, jax.tree.leaves(out), strict=True)]
+        return out, pull_back(jax.tree.unflatten(jax.tree.structure(out), cotangents))
+
+    with jax.default_matmul_precision("highest" if platform == "xla" else "default"):
+        out, (by_array, by_name) = jax.block_until_ready(both(args, floats))
+    names = ("query", "key", "value")
+    results = dict(zip(("out", "state"), jax.tree.leaves(out), strict=False))
+    return results | {f"d_{n}": x for n, x in zip(names, by_array, strict=True)} | {
+        f"d_{n}": x for n, x in by_name.items()
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_at_real_sizes(name: str):
+    """Near XLA in float32, and the same bits again."""
+    want, got, again = found(name, platform="xla"), found(name), found(name)
+    errors = {key: relative_error(x, want[key]) for key, x in got.items()}
+    assert max(errors.values()) < (1.5e-2 if CASES[name].dtype == "bfloat16" else 5e-3), errors
+    for key, x in got.items():
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(again[key], np.float32), err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["packed", "float32"])
+def test_every_candidate(name: str):
+    args, kwargs = call_of(name)
+    inputs, device = LinearAttention().prepare(*args, **kwargs).structs, current_device()
+    want = found(name, platform="xla")
+    forward: list[TritonLinearAttentionParams] = list(BACKEND.candidates(inputs, device, "forward"))
+    backward: list[TritonLinearAttentionParams] = list(BACKEND.candidates(inputs, device, "backward"))
+    for number in range(max(len(forward), len(backward))):
+        ways = (listed[min(number, len(listed) - 1)] for listed in (forward, backward))
+        got = found(name, PerDirection(*(Choice("triton", params) for params in ways)))
+        errors = {key: relative_error(x, want[key]) for key, x in got.items()}
+        assert max(errors.values()) < 1.5e-2, (number, errors)
