@@ -615,7 +615,8 @@ EVERY = (
     in_triton(PACKED_LATENTS, EVERY_CARD),
     in_triton(LATENT_ROWS, ("h100", "rtx4090")),
     Shipped("top_k_router", TritonRouter(), ROUTERS, EVERY_CARD, tuned=("qwen3", "odd groups")),
-    Shipped("linear_attention", TritonLinearAttention(), RECURRENCES, tuned=()),
+    # A few of the accumulators that the gradients of tokens sum over value heads, once for each of these.
+    Shipped("linear_attention", TritonLinearAttention(), RECURRENCES, tuned=(), spills=lambda _: 128),
     Shipped("linear_sample", TritonLinearSample(), LINEAR_SAMPLES, EVERY_CARD, ("forward",), tuned=("llama",)),
     Shipped("sample", TritonSample(), SAMPLES, EVERY_CARD, ("forward",), tuned=("all", "top_k_top_p", "every limit")),
     *(

@@ -12,7 +12,7 @@ CHUNK = 64
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChunkTable:
-    """Where chunks and sequences lie among the rows of ``[batch · length]`` tokens.
+    """The chunks and sequences among the rows of ``[batch · length]`` tokens.
 
     Attributes:
       chunks: int32 ``[chunks, 3]``: the first row, the number of rows, and how many of these are tokens of a sequence:
