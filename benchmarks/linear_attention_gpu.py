@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for key, each in sorted(found.items(), key=lambda item: item[1]["seconds"]):
                 print(f"{name:28} {direction:8} {each['seconds'] * 1e3:9.3f} ms  error {each['error']:.1e}  {key}")
             print(f"{time.perf_counter() - begun:.0f} s", flush=True)
-            record("linear_attention", {"rounds": given.rounds, "calls": given.calls, "cells": cells})
+            record("linear_attention_gpu", {"rounds": given.rounds, "calls": given.calls, "cells": cells})
 
 
 if __name__ == "__main__":
