@@ -31,6 +31,8 @@ _OPS = {
     "layer_norm": "tilewright.kernels.norms.op:LayerNorm",
     "rope": "tilewright.kernels.rope.op:Rope",
     "linear_attention": "tilewright.kernels.linear_attention.op:LinearAttention",
+    "causal_conv1d": "tilewright.kernels.causal_conv1d.op:CausalConv1d",
+    "causal_conv1d_step": "tilewright.kernels.causal_conv1d.step:CausalConv1dStep",
     "moe_mlp": "tilewright.kernels.experts.op:MoeMlp",
     "top_k_router": "tilewright.kernels.router.op:TopKRouter",
     "permute": "tilewright.kernels.permutation.ops.permute:Permute",
