@@ -26,6 +26,7 @@ from tilewright.kernels.op.signatures import results
 from tilewright.kernels.sequences import num_sequences, sequence_arrays
 from tilewright.ops.utils.stable_ids import stable_id
 
+_ROOM = "tilewright.kernels.causal_conv1d"
 _LAYOUTS = {"x": "btc", "weight": "cw", "bias": "c", "segment_ids": "bt", "seq_lengths": "b", "cum_seqlens": "n"}
 
 
@@ -36,7 +37,7 @@ class CausalConv1d(PortfolioKernel[ConvInputs, ConvResults]):
     cases: ClassVar[OpCases[ConvCase]] = CASES
 
     def __init__(self) -> None:
-        backends = ["tilewright.kernels.causal_conv1d.xla:XlaConv"]
+        backends = (f"{_ROOM}.triton.backend:TritonConv", f"{_ROOM}.xla:XlaConv")
         super().__init__("causal_conv1d", version="1", backends=backends)
 
     def prepare(

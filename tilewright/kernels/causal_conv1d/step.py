@@ -28,6 +28,7 @@ from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.kernel.kernel import Invocation
 from tilewright.ops.utils.stable_ids import stable_id
 
+_ROOM = "tilewright.kernels.causal_conv1d"
 _LAYOUTS = {"x": "btc", "conv_pool": "scw", "weight": "cw", "bias": "c", "state_indices": "b", "write_indices": "b"}
 
 
@@ -38,7 +39,7 @@ class CausalConv1dStep(InferenceKernel[StepInputs, tuple[Any, Any]]):
     cases: ClassVar[OpCases[ConvStepCase]] = STEP_CASES
 
     def __init__(self) -> None:
-        backends = ["tilewright.kernels.causal_conv1d.xla:XlaConvStep"]
+        backends = (f"{_ROOM}.triton.backend:TritonConvStep", f"{_ROOM}.xla:XlaConvStep")
         super().__init__("causal_conv1d_step", version="1", backends=backends)
 
     def prepare(

@@ -173,8 +173,13 @@ def _builder(interpreter: ModuleType, meanings: Mapping[str, Callable[[np.ndarra
         result = handle(meanings[text](operand.data), kind.scalar)
         return types.SimpleNamespace(get_result=lambda index: result)
 
+    def create_splat(block: TritonType, scalar: Handle) -> Any:
+        # By the dtype of the data: a comparison of scalars is labelled with the type of what it compares.
+        return handle(np.full(block.shape, scalar.data.reshape(-1)[0], scalar.data.dtype), scalar.dtype.scalar)
+
     replacements = {
         "cast_impl": cast_impl,
+        "create_splat": create_splat,
         "create_fp_to_fp": create_fp_to_fp,
         "create_dot": create_dot,
         "create_descriptor_reduce": create_descriptor_reduce,

@@ -1,0 +1,1 @@
+"""The causal convolution in Triton, for NVIDIA GPUs."""
