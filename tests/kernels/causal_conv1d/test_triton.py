@@ -92,14 +92,14 @@ def test_what_ships_can_run(channels: int, width: int, device: Device):
             assert not BACKEND.not_supported_reasons(problem, device, direction)
             listed = list(BACKEND.candidates(problem, device, direction))
             assert listed[0] == BACKEND.heuristic(problem, device, direction)
-            assert len(set(listed)) == len(listed) <= 40
+            assert len(set(listed)) == len(listed)
             for params in listed:
                 assert not BACKEND.config_reasons(problem, device, direction, params)
                 assert span(problem, params) >= 1
                 assert untagged(json.loads(json.dumps(tagged(params)))) == params
             if direction == "backward" and problem.x.shape[1] > 1000:
-                # Partial sums of weights: at most a twentieth of what is read and written besides.
-                assert span(problem, listed[0]) >= 7 * (width + 1)
+                # The partial sums of weights and bias are less than the rest.
+                assert span(problem, listed[0]) >= 4 * (width + 1)
 
 
 def test_reasons():

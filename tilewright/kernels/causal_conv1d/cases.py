@@ -200,10 +200,10 @@ STEP_CASES = OpCases(
             "width 1": {"width": 1},
             "width 2 to 8": {"width": 8},
             "width beyond": {"width": 9},
-            "`state_indices`": {"slots": 7},
-            "`write_indices`": {"slots": 9, "moves": True},
+            "`state_indices`": {"slots": 4},
+            "`write_indices`": {"slots": 4, "moves": True},
         },
     ),
-    brief={"batch": 2, "channels": 16},
+    brief={"channels": 16},
 )
 """The decoding steps of Qwen3-Next, of which a speculative one has several tokens."""

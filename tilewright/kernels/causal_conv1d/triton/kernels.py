@@ -16,10 +16,40 @@ the last ones: every token is read once, but for the few at either end that neig
 compared in scalar registers, and without packing (``has_ids`` is false) not at all. Sums are float32, in one order.
 """
 
+import numpy as np
 import triton
 import triton.language as tl
 
-from tilewright.kernels.triton.activations import activated
+EXP2 = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
+RECIPROCAL = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+"""Each one instruction, off by two units in the last place at most; with denormal numbers they would be a dozen."""
+
+MEANINGS = {EXP2.value: np.exp2, RECIPROCAL.value: np.reciprocal}
+"""Python equivalents of the inline assembly, for the interpreter."""
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _approximate(x, instruction: tl.constexpr):
+    return tl.inline_asm_elementwise(instruction, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _activated(z, silu: tl.constexpr):
+    y = z
+    if silu:
+        # Where the power overflows, z · 0 is the −0 that silu tends to.
+        y = z * _approximate(1.0 + _approximate(z * -LOG2_E, EXP2), RECIPROCAL)
+    return y
+
+
+@triton.jit
+def _slope(z):
+    """The derivative of silu, with one power, which cannot overflow."""
+    e = _approximate(tl.minimum(z * -LOG2_E, 120.0), EXP2)
+    p = _approximate(1.0 + e, RECIPROCAL)
+    return p * (1.0 + z * (e * p))
 
 
 @triton.jit
@@ -91,7 +121,7 @@ def _place(program, tiles, channels: tl.constexpr, block_channels: tl.constexpr)
 def forward(
     x, weight, bias, states, ids, length, tiles, batch, row_states, out,
     channels: tl.constexpr, width: tl.constexpr, block_tokens: tl.constexpr, block_channels: tl.constexpr,
-    steps: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr, has_ids: tl.constexpr,
+    steps: tl.constexpr, silu: tl.constexpr, has_bias: tl.constexpr, has_ids: tl.constexpr,
     has_state: tl.constexpr, weight_stride: tl.constexpr, bias_stride: tl.constexpr,
 ):  # fmt: skip
     """Computes y of ``steps · block_tokens`` tokens."""
@@ -123,7 +153,7 @@ def forward(
             z = b
             for j in tl.static_range(width):
                 z += w[j] * window[j]
-            y = activated(z, activation)
+            y = _activated(z, silu)
             if has_ids:
                 y = tl.where(all_numbers[width + k] >= 0, y, 0.0)
             pointers = out + (start + t + k) * channels + channel
@@ -137,18 +167,10 @@ def forward(
 
 
 @triton.jit
-def _slope(z):
-    """The derivative of silu, with one exponential, which cannot overflow."""
-    e = tl.exp(tl.minimum(-z, 80.0))
-    p = 1.0 / (1.0 + e)
-    return p * (1.0 + z * (e * p))
-
-
-@triton.jit
 def backward(
     x, weight, bias, d_out, states, d_states, ids, length, tiles, batch, row_states, d_x, d_weight, d_bias, d_initial,
     channels: tl.constexpr, width: tl.constexpr, block_tokens: tl.constexpr, block_channels: tl.constexpr,
-    steps: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr, has_ids: tl.constexpr,
+    steps: tl.constexpr, silu: tl.constexpr, has_bias: tl.constexpr, has_ids: tl.constexpr,
     has_state: tl.constexpr, has_d_state: tl.constexpr, weight_stride: tl.constexpr, bias_stride: tl.constexpr,
 ):  # fmt: skip
     """Computes dx of ``steps · block_tokens - (width - 1)`` tokens, with their shares of dw and db.
@@ -188,7 +210,7 @@ def backward(
                 all_rows, all_numbers, k, own_states, channel, inside, channels, width, has_ids, has_state
             )
             dz = gs[k].to(tl.float32)
-            if activation != "identity":
+            if silu:
                 z = b
                 for j in tl.static_range(width):
                     z += w[j] * window[j]
@@ -247,7 +269,7 @@ def backward(
 def step(
     x, weight, bias, pool, read, write, slots, y,
     channels: tl.constexpr, width: tl.constexpr, tokens: tl.constexpr, block_channels: tl.constexpr,
-    activation: tl.constexpr, has_bias: tl.constexpr,
+    silu: tl.constexpr, has_bias: tl.constexpr,
 ):  # fmt: skip
     """Computes y of a row's tokens, and writes the state that they leave in place of the one before.
 
@@ -275,7 +297,7 @@ def step(
             z = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
         for j in tl.static_range(width):
             z += tl.load(weight + channel * width + j, mask=inside, other=0.0).to(tl.float32) * window[t + j]
-        result = tl.where(exists, activated(z, activation), 0.0)
+        result = tl.where(exists, _activated(z, silu), 0.0)
         tl.store(y + (row * tokens + t) * channels + channel, result.to(y.dtype.element_ty), mask=inside)
     into = pool + (target.to(tl.int64) * channels + channel) * (width - 1)
     written = inside & exists & (target >= 0) & (target < slots)

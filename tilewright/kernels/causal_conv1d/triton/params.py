@@ -13,14 +13,16 @@ from tilewright.ops.utils.stable_ids import stable_id
 VECTOR_BYTES = {"forward": 16, "backward": 8}
 """Bytes of a token in one thread. Backward keeps more tokens, and sums of their products, in registers."""
 
-MAX_REGISTERS = 176
+MAX_REGISTERS = 150
 """32-bit registers of a thread that tokens and sums may take by ``kept_registers``: with more, some were spilled."""
 
 PROGRAMS = {"forward": 4, "backward": 8}
 """Programs for each SM that there should be at least."""
 
-MAX_SPAN = 1024
-"""Tokens of a program backward, at most; it writes width + 1 sums for each channel."""
+MAX_CANDIDATES = 32
+
+MIN_SPAN, MAX_SPAN = 4, 1024
+"""Tokens of a program backward: at least for each of the width + 1 sums that it writes, and at most."""
 
 
 def _check(params: object, **limits: tuple[int, int]) -> None:
@@ -105,7 +107,9 @@ def kept_registers(inputs: ConvInputs, params: Params) -> int:
     rows, width = params.block_tokens + inputs.width - 1, inputs.width
     if isinstance(params, ConvBackwardParams):
         # x and the cotangents; w, dw, db, and the last dz.
-        return stored * (rows + params.block_tokens) + elements * (3 * width + 2)
+        kept = stored * (rows + params.block_tokens) + elements * (3 * width + 2)
+        # The loads of states, and the gradient that is summed for each of their columns.
+        return kept + (0 if inputs.initial_state is None else elements * 4 * width)
     return stored * rows + elements * (2 * width + 1)
 
 
@@ -137,11 +141,13 @@ def default_params(inputs: ConvInputs, device: Device, direction: Direction) -> 
     if direction == "forward":
         found: Params = ConvForwardParams(tokens, block, warps)
     else:
-        each = min(max(batch * blocks() * length // wanted, 1), MAX_SPAN, length)
+        each = min(max(batch * blocks() * length // wanted, MIN_SPAN * (inputs.width + 1)), MAX_SPAN, length)
         found = ConvBackwardParams(tokens, block, warps, -(-(each + inputs.width - 1) // tokens))
-    while params_reasons(inputs, found) and found.block_tokens > 1:
-        fewer = found.block_tokens // 2
-        found = dataclasses.replace(found, block_tokens=fewer, steps=-(-found.steps * found.block_tokens // fewer))
+    while params_reasons(inputs, found) and (found.block_tokens > 4 or found.block_channels > 32 * warps):
+        if found.block_tokens > 4:
+            found = dataclasses.replace(found, block_tokens=found.block_tokens // 2, steps=2 * found.steps)
+        else:
+            found = dataclasses.replace(found, block_channels=found.block_channels // 2)
     return found
 
 
@@ -149,18 +155,24 @@ def candidates(inputs: ConvInputs, device: Device, direction: Direction) -> list
     """Params that are worth measuring, the heuristic's first."""
     best = default_params(inputs, device, direction)
     near = [params for params in _neighbours(inputs, best, direction) if not params_reasons(inputs, params)]
-    return list(dict.fromkeys([best, *near]))
+    near.sort(key=lambda params: _distance(best, params))
+    return list(dict.fromkeys([best, *near]))[:MAX_CANDIDATES]
+
+
+def _distance(best: Params, params: Params) -> float:
+    """Number of doublings or halvings of fields between two params."""
+    pairs = zip(dataclasses.astuple(best), dataclasses.astuple(params), strict=True)
+    return sum(abs(math.log2(left / right)) for left, right in pairs)
 
 
 def _neighbours(inputs: ConvInputs, best: Params, direction: Direction) -> Iterator[Params]:
-    """Params with other vectors, warps and blocks of tokens, for about as many tokens of a program and up to four."""
-    channels, size = inputs.x.shape[2], inputs.x.dtype.itemsize
+    """Params with other vectors, warps and blocks of tokens, for as many tokens of a program, some more or fewer."""
     each = best.block_tokens * best.steps
-    for vector_bytes, warps, tokens in itertools.product((8, 16, 4), (4, 2, 1, 8), (8, 16, 4, 32)):
-        block = 32 * warps * max(vector_bytes // size, 1)
-        if block > power_of_two(channels):
+    for vector_bytes, warps, tokens in itertools.product((4, 8, 16), (1, 2, 4, 8), (4, 8, 16, 32)):
+        block = 32 * warps * max(vector_bytes // inputs.x.dtype.itemsize, 1)
+        if block > power_of_two(inputs.x.shape[2]):
             continue
-        for factor in (1, 2, 4) if direction == "forward" else (1, 2, 0.5):
+        for factor in (1, 2, 4) if direction == "forward" else (0.5, 1, 2):
             steps = max(math.ceil(each * factor / tokens), 1)
             yield dataclasses.replace(best, block_tokens=tokens, block_channels=block, num_warps=warps, steps=steps)
 
