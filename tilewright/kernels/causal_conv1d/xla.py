@@ -16,6 +16,7 @@ from tilewright.kernels.causal_conv1d.inputs import (
     tokens_at,
 )
 from tilewright.kernels.causal_conv1d.reference import activated, step_reference
+from tilewright.kernels.numerics.activations import kept_apart
 from tilewright.kernels.op.backend import Backend, InferenceBackend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.sequences import PADDING, without_padding
@@ -55,6 +56,8 @@ class XlaConv(Backend[ConvInputs, ConvResults, FwdParams, BwdParams]):
     ) -> dict[str, Any]:
         """Computes the gradients in closed form; those of weight and bias are sums in float32."""
         dtype, width, ids = inputs.compute_dtype, inputs.width, inputs.ids()
+        x, weight, bias = kept_apart((inputs.x, inputs.weight, inputs.bias), cotangents.out)
+        inputs = inputs.replace(x=x, weight=weight, bias=bias)
         x = without_padding(inputs.x, ids)
         d_sum = without_padding(cotangents.out, ids).astype(dtype)
         window: Any = None
