@@ -51,6 +51,16 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "AttentionCase.sliding_window": WINDOWS,
     "AttentionCase.softmax_scale": (None, 0.25, 1.0, -1.0),
     "Case.dtype": DTYPES,
+    "ConvCase.batch": (0, *FEW),
+    "ConvCase.sequences": FEW,
+    "ConvCase.weight_dtype": (None, *DTYPES),
+    "ConvCase.width": (1, 2, 3, 4, 8, 9),
+    "ConvStepCase.batch": (0, *FEW),
+    "ConvStepCase.pool_dtype": (None, *DTYPES),
+    "ConvStepCase.slots": (None, *FEW),
+    "ConvStepCase.tokens": (None, 1, 2, 5, 8),
+    "ConvStepCase.weight_dtype": (None, *DTYPES),
+    "ConvStepCase.width": (1, 2, 3, 4, 8, 9),
     "DenseCase.leading": ((), (1,), (2,), (3, 2), (0,)),
     "ExpertsCase.activation": (*ACTIVATIONS, SWIGLU_OAI),
     "ExpertsCase.capacity": (None, 1, 7, 100),
@@ -168,6 +178,16 @@ def _mixes_float8(a: str, b: str | None) -> bool:
 
 
 REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        ValueError,
+        "batch must be 1",
+        lambda c: getattr(c, "packing", None) == "cum_seqlens" and c.batch != 1,
+    ),
+    Refusal(
+        ValueError,
+        "describe the sequences by cum_seqlens",
+        lambda c: getattr(c, "packing", None) == "segment_ids" and (c.initial_state or c.return_state),
+    ),
     Refusal(
         ValueError,
         "number of query heads must be a multiple|key heads must divide",

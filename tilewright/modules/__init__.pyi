@@ -8,6 +8,9 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
 from tilewright.kernels.biases import AlibiBias, RelativeBias
+from tilewright.kernels.causal_conv1d.inputs import Activation
+from tilewright.kernels.causal_conv1d.op import CausalConv1d
+from tilewright.kernels.causal_conv1d.step import CausalConv1dStep
 from tilewright.kernels.experts.layer import ExpertActivation, ExpertBiases, MoeMlp
 from tilewright.kernels.experts.parallel import ExpertStrategy
 from tilewright.kernels.flash_attention.arguments import CausalAlignment
@@ -59,6 +62,8 @@ from tilewright.kernels.sampling.ops.sample import Sample
 from tilewright.modules import base
 
 __all__ = [
+    "CausalConv1d",
+    "CausalConv1dStep",
     "ChunkedPrefillPagedDecode",
     "DecodeAttention",
     "FlashAttention",
@@ -95,6 +100,8 @@ __all__ = [
     "YarnScaling",
     "all_gather_matmul",
     "base",
+    "causal_conv1d",
+    "causal_conv1d_step",
     "chunked_prefill_paged_decode",
     "context_parallel_attention",
     "context_parallel_mla_decode",
@@ -157,6 +164,51 @@ __all__ = [
     "zigzag",
 ]
 
+@overload
+def causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    activation: Activation | None = None,
+    initial_state: ArrayLike | None = None,
+    return_state: Literal[False] = False,
+    cum_seqlens: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    seq_lengths: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Array: ...
+@overload
+def causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    activation: Activation | None = None,
+    initial_state: ArrayLike | None = None,
+    return_state: Literal[True],
+    cum_seqlens: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    seq_lengths: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> tuple[Array, Array]: ...
+@overload
+def causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    activation: Activation | None = None,
+    initial_state: ArrayLike | None = None,
+    return_state: bool = False,
+    cum_seqlens: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    seq_lengths: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Array | tuple[Array, Array]: ...
 @overload
 def chunked_prefill_paged_decode(
     query: ArrayLike,
@@ -2295,6 +2347,17 @@ def delta_rule_step(
     state_layout: StateLayout = "kv",
     qk_l2norm: bool = False,
     l2norm_eps: float = 1e-06,
+def causal_conv1d_step(
+    x: ArrayLike,
+    conv_pool: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    activation: Activation | None = None,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
 ) -> tuple[Array, Array]: ...
 
 flash_mla = mla_decode

@@ -114,9 +114,10 @@ def test_reasons():
     assert "registers of a thread" in many[0]
     few = BACKEND.config_reasons(problem, H100, "backward", ConvBackwardParams(1, 32, 1, 3))
     assert few == ["3 tokens are fewer than width=4 backward"]
-    assert "needs elements" in STEP.not_supported_reasons(
-        inputs_of_step(STEP_CASES["no_rows"]).structs, H100, "forward"
-    )[0]
+    assert (
+        "needs elements"
+        in STEP.not_supported_reasons(inputs_of_step(STEP_CASES["no_rows"]).structs, H100, "forward")[0]
+    )
 
 
 @pytest.mark.parametrize("wrong", [(0, 64, 4), (8, 48, 4), (8, 64, 3), (True, 64, 4), (8, 64, 64), (8, 64, 4, 0)])

@@ -147,9 +147,7 @@ def forward(
             all_rows += (_load_row(x, start, t + k, length, channel, inside, channels),)
             all_numbers += (_load_number(ids, start, t + k, length, has_ids),)
         for k in tl.static_range(block_tokens):
-            window = _window(
-                all_rows, all_numbers, k, own_states, channel, inside, channels, width, has_ids, has_state
-            )
+            window = _window(all_rows, all_numbers, k, own_states, channel, inside, channels, width, has_ids, has_state)
             z = b
             for j in tl.static_range(width):
                 z += w[j] * window[j]
@@ -206,9 +204,7 @@ def backward(
             gs += (_load_row(d_out, start, t + k, length, channel, inside, channels),)
             all_numbers += (_load_number(ids, start, t + k, length, has_ids),)
         for k in tl.static_range(block_tokens):
-            window = _window(
-                all_rows, all_numbers, k, own_states, channel, inside, channels, width, has_ids, has_state
-            )
+            window = _window(all_rows, all_numbers, k, own_states, channel, inside, channels, width, has_ids, has_state)
             dz = gs[k].to(tl.float32)
             if silu:
                 z = b
@@ -290,7 +286,9 @@ def step(
     for k in tl.static_range(width - 1):
         window += (tl.load(source + k, mask=inside & exists, other=0.0).to(tl.float32),)
     for t in tl.static_range(tokens):
-        window += (tl.load(x + (row * tokens + t) * channels + channel, mask=inside & exists, other=0.0).to(tl.float32),)
+        window += (
+            tl.load(x + (row * tokens + t) * channels + channel, mask=inside & exists, other=0.0).to(tl.float32),
+        )
     for t in tl.static_range(tokens):
         z = tl.zeros([block_channels], tl.float32)
         if has_bias:
