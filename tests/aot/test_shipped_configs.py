@@ -13,6 +13,10 @@ from tests.aot.compilations import Compilation, Reports, Shipped
 from tests.aot.compiler import missing_packages
 from tests.kernels.paged_attention.latent_conformance import SIZES
 from tests.kernels.paged_attention.test_conformance_triton import SHIPPED
+from tilewright.kernels.causal_conv1d.cases import ConvCase
+from tilewright.kernels.causal_conv1d.op import CausalConv1d
+from tilewright.kernels.causal_conv1d.step import CausalConv1dStep
+from tilewright.kernels.causal_conv1d.triton.backend import TritonConv, TritonConvStep
 from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams
@@ -406,6 +410,17 @@ ROUTERS = TopKRouter.cases.by_device["gpu"] | variants(
 RECURRENCES = {
     name: case for name, case in LinearAttention.cases.by_device["gpu"].items() if case.gate in ("head", "token")
 }
+# The causal convolution in Triton.
+
+CONVOLUTIONS = CausalConv1d.cases.by_device["gpu"] | variants(
+    ConvCase("", dtype="bfloat16", length=4096, channels=2048, packing="cum_seqlens", initial_state=True),
+    {
+        "states": {"return_state": True},
+        "width 8, states": {"width": 8, "return_state": True},
+        "width 8, float32": {"width": 8, "dtype": "float32", "packing": None, "initial_state": False},
+        "odd": {"channels": 1001, "length": 77, "width": 2},
+    },
+)
 
 # Sampling in Triton.
 
@@ -617,6 +632,8 @@ EVERY = (
     Shipped("top_k_router", TritonRouter(), ROUTERS, EVERY_CARD, tuned=("qwen3", "odd groups")),
     # A few of the accumulators that the gradients of tokens sum over value heads, once for each of these.
     Shipped("linear_attention", TritonLinearAttention(), RECURRENCES, tuned=(), spills=lambda _: 128),
+    Shipped("causal_conv1d", TritonConv(), CONVOLUTIONS, EVERY_CARD, tuned=("gdn_32k", "states")),
+    Shipped("causal_conv1d_step", TritonConvStep(), CausalConv1dStep.cases.by_device["gpu"], EVERY_CARD, ("forward",)),
     Shipped("linear_sample", TritonLinearSample(), LINEAR_SAMPLES, EVERY_CARD, ("forward",), tuned=("llama",)),
     Shipped("sample", TritonSample(), SAMPLES, EVERY_CARD, ("forward",), tuned=("all", "top_k_top_p", "every limit")),
     *(

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
 from tilewright.kernels.biases import AlibiBias, RelativeBias
-from tilewright.kernels.causal_conv1d.inputs import Activation
+from tilewright.kernels.causal_conv1d.inputs import ConvActivation
 from tilewright.kernels.causal_conv1d.op import CausalConv1d
 from tilewright.kernels.causal_conv1d.step import CausalConv1dStep
 from tilewright.kernels.experts.layer import ExpertActivation, ExpertBiases, MoeMlp
@@ -170,7 +170,7 @@ def causal_conv1d(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: Activation | None = None,
+    activation: ConvActivation | None = None,
     initial_state: ArrayLike | None = None,
     return_state: Literal[False] = False,
     cum_seqlens: ArrayLike | None = None,
@@ -185,7 +185,7 @@ def causal_conv1d(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: Activation | None = None,
+    activation: ConvActivation | None = None,
     initial_state: ArrayLike | None = None,
     return_state: Literal[True],
     cum_seqlens: ArrayLike | None = None,
@@ -200,7 +200,7 @@ def causal_conv1d(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: Activation | None = None,
+    activation: ConvActivation | None = None,
     initial_state: ArrayLike | None = None,
     return_state: bool = False,
     cum_seqlens: ArrayLike | None = None,
@@ -2353,7 +2353,7 @@ def causal_conv1d_step(
     weight: ArrayLike,
     bias: ArrayLike | None = None,
     *,
-    activation: Activation | None = None,
+    activation: ConvActivation | None = None,
     state_indices: ArrayLike | None = None,
     write_indices: ArrayLike | None = None,
     platform: PlatformOption = None,

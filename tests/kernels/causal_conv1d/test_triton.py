@@ -1,4 +1,4 @@
-"""Conformance of the Triton backends of the causal convolution, by Triton's interpreter; what selection sees of them."""
+"""Conformance of the Triton backends of the causal convolution, by Triton's interpreter; what selection sees."""
 
 import json
 from typing import Any

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.kernels.causal_conv1d.inputs import Activation
+from tilewright.kernels.causal_conv1d.inputs import ConvActivation
 from tilewright.kernels.op.cases import Arguments, Case, OpCases, Peer, normal, variants
 
 type Packing = Literal["cum_seqlens", "segment_ids", "seq_lengths"]
 
 
 def uneven(random: np.random.Generator, length: int, pieces: int) -> np.ndarray:
-    """Where pieces of a length begin and end, ``[pieces + 1]`` int32; some may be empty."""
+    """Boundaries of pieces of a length, ``[pieces + 1]`` int32; pieces may be empty."""
     inner = np.sort(random.integers(0, length + 1, max(pieces - 1, 0)))
     return np.concatenate([[0], inner, [length]]).astype(np.int32)[: pieces + 1]
 
@@ -34,7 +34,7 @@ class ConvCase(Case):
     width: int = 4
     weight_dtype: str | None = None
     bias: bool = True
-    activation: Activation | None = "silu"
+    activation: ConvActivation | None = "silu"
     packing: Packing | None = None
     sequences: int = 3
     initial_state: bool = False
@@ -83,7 +83,7 @@ class ConvStepCase(Case):
     weight_dtype: str | None = None
     pool_dtype: str | None = None
     bias: bool = True
-    activation: Activation | None = "silu"
+    activation: ConvActivation | None = "silu"
 
     def arguments(self, seed: int = 0) -> Arguments:
         random = np.random.default_rng(seed)

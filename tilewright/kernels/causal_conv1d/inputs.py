@@ -13,7 +13,7 @@ from tilewright.kernels.op.inputs import OpInputs, static
 from tilewright.kernels.sequences import num_sequences, sequence_ids
 from tilewright.ops.kernel.arrays import struct_like
 
-type Activation = Literal["silu", "swish"]
+type ConvActivation = Literal["silu", "swish"]
 
 MAX_STEP = 8
 """Tokens of a sequence that one step takes, at most."""

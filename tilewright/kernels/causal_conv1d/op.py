@@ -15,7 +15,7 @@ from tilewright.kernels.causal_conv1d.arguments import (
     weight_arrays,
 )
 from tilewright.kernels.causal_conv1d.cases import CASES, ConvCase, uneven
-from tilewright.kernels.causal_conv1d.inputs import Activation, ConvInputs, ConvResults, results_of
+from tilewright.kernels.causal_conv1d.inputs import ConvActivation, ConvInputs, ConvResults, results_of
 from tilewright.kernels.causal_conv1d.reference import conv_reference
 from tilewright.kernels.op.arguments import PlatformOption, flag
 from tilewright.kernels.op.cases import OpCases, generator_of
@@ -46,7 +46,7 @@ class CausalConv1d(PortfolioKernel[ConvInputs, ConvResults]):
         weight: ArrayLike,
         bias: ArrayLike | None = None,
         *,
-        activation: Activation | None = None,
+        activation: ConvActivation | None = None,
         initial_state: ArrayLike | None = None,
         return_state: bool = False,
         cum_seqlens: ArrayLike | None = None,

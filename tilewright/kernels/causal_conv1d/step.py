@@ -14,7 +14,7 @@ from tilewright.kernels.causal_conv1d.arguments import (
     weight_arrays,
 )
 from tilewright.kernels.causal_conv1d.cases import STEP_CASES, ConvStepCase
-from tilewright.kernels.causal_conv1d.inputs import MAX_STEP, Activation, StepInputs
+from tilewright.kernels.causal_conv1d.inputs import MAX_STEP, ConvActivation, StepInputs
 from tilewright.kernels.causal_conv1d.reference import step_reference
 from tilewright.kernels.op.arguments import PlatformOption, reshape
 from tilewright.kernels.op.cases import OpCases, generator_of
@@ -49,7 +49,7 @@ class CausalConv1dStep(InferenceKernel[StepInputs, tuple[Any, Any]]):
         weight: ArrayLike,
         bias: ArrayLike | None = None,
         *,
-        activation: Activation | None = None,
+        activation: ConvActivation | None = None,
         state_indices: ArrayLike | None = None,
         write_indices: ArrayLike | None = None,
         platform: PlatformOption = None,

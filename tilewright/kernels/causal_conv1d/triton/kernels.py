@@ -11,9 +11,10 @@
   states     the last inputs before each sequence, [sequences, width - 1, channels]; each row of the batch has
              ``row_states`` of them, that of a token is the one of its number
 
-A program walks over the tokens of a block of channels, ``block_tokens`` at a time, each a vector in registers, and keeps
-the last ones: every token is read once, but for the few at either end that neighbouring programs read, too. Numbers are
-compared in scalar registers, and without packing (``has_ids`` is false) not at all. Sums are float32, in one order.
+A program walks over the tokens of a block of channels, ``block_tokens`` at a time, each a vector in registers, and
+keeps the last ones: every token is read once, but for the few at either end that neighbouring programs read, too.
+Numbers are compared in scalar registers, and without packing (``has_ids`` is false) not at all. Sums are float32, in
+one order.
 """
 
 import numpy as np
@@ -205,7 +206,7 @@ def backward(
             all_numbers += (_load_number(ids, start, t + k, length, has_ids),)
         for k in tl.static_range(block_tokens):
             window = _window(all_rows, all_numbers, k, own_states, channel, inside, channels, width, has_ids, has_state)
-            dz = gs[k].to(tl.float32)
+            dz: tl.tensor = gs[k].to(tl.float32)
             if silu:
                 z = b
                 for j in tl.static_range(width):
@@ -237,7 +238,7 @@ def backward(
                 offset = ((first_state + number) * (width - 1) + width - 2 - following) * channels
                 dx += tl.load(d_states + offset + channel, mask=inside & reads, other=0.0).to(tl.float32)
             tl.store(d_x + (start + done) * channels + channel, dx.to(d_x.dtype.element_ty), mask=inside & writes)
-            if has_state:
+            if has_state:  # noqa: SIM102 - decided when the kernel is compiled
                 if writes & (number >= 0) & (all_numbers[k] != number):
                     # A first token: the window of the p-th token reaches column c of the state by its tap c - p.
                     for c in tl.static_range(width - 1):
