@@ -11,7 +11,7 @@ from tilewright.kernels.sequences import PADDING, begins, num_sequences, sequenc
 from tilewright.kernels.state_pools import exists, read_states, slot_arrays, write_states
 
 
-@pytest.mark.parametrize("cum", [(0, 3, 3, 7), (2, 2, 5, 6), (0, 0, 0), (4, 9), (0,), (9, 9, 9)])
+@pytest.mark.parametrize("cum", [(0, 3, 3, 7), (2, 2, 5, 6), (0, 0, 0), (4, 9), (0,), (9, 9, 9), (*[1] * 600, 4, 8)])
 def test_ids_of_packed_sequences(cum):
     wanted = np.full((1, 9), PADDING)
     for n, (first, last) in enumerate(itertools.pairwise(cum)):

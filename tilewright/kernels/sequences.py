@@ -10,6 +10,9 @@ from tilewright.kernels.op.arguments import as_array, identifiers, integer_array
 PADDING = -1
 """The sequence of a token that belongs to none."""
 
+COMPARED = 512
+"""Up to so many sequences each token is compared with all of them, in one kernel; a binary search is a loop of some."""
+
 
 def sequence_arrays(
     batch: int, length: int, cum_seqlens: object, segment_ids: object, seq_lengths: object
@@ -61,7 +64,8 @@ def sequence_ids(
     """
     position = jnp.arange(length, dtype=jnp.int32)
     if cum_seqlens is not None:
-        found = jnp.searchsorted(cum_seqlens, position, side="right").astype(jnp.int32) - 1
+        method = "compare_all" if cum_seqlens.shape[0] <= COMPARED else "scan"
+        found = jnp.searchsorted(cum_seqlens, position, side="right", method=method).astype(jnp.int32) - 1
         inside = (position >= cum_seqlens[0]) & (position < cum_seqlens[-1])
         return jnp.where(inside, found, PADDING)[None]
     if segment_ids is not None:
