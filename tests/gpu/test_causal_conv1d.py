@@ -93,7 +93,8 @@ def test_more_elements_than_32_bits_count(packed: bool):
     tail = x[:, -last - 3 :]
     want = causal_conv1d(tail, weight, activation="silu", platform="xla")[:, 3:]
     kept = slice(0, last - 1 if packed else last)
-    np.testing.assert_array_equal(*(np.asarray(each[:, kept], np.float32) for each in (out, want)))
+    pair = (np.asarray(each[:, kept], np.float32) for each in (out, want))
+    np.testing.assert_allclose(*pair, rtol=2**-7, atol=2**-9)
 
     def loss(x: Any) -> Any:
         return (causal_conv1d(x, weight, **options)[:, -last:].astype(jnp.float32) ** 2).sum()
