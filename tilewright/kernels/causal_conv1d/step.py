@@ -32,7 +32,7 @@ _ROOM = "tilewright.kernels.causal_conv1d"
 _LAYOUTS = {"x": "btc", "conv_pool": "scw", "weight": "cw", "bias": "c", "state_indices": "b", "write_indices": "b"}
 
 
-@stable_id("tilewright/causal_conv1d.CausalConv1dStep")
+@stable_id("tilewright/causal_conv1d_step.CausalConv1dStep")
 class CausalConv1dStep(InferenceKernel[StepInputs, tuple[Any, Any]]):
     """Some tokens of each sequence; see ``causal_conv1d_step`` for the arguments."""
 
