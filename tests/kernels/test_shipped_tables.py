@@ -150,6 +150,7 @@ def test_masks_have_stable_ids():
 NEWER = (
     "_norm", "matmul", "glu", "_entropy", "_divergence", "rope", "_router", "moe_mlp", "permute", "rope_update_pages",
     "sample", "mla_ragged_page_attention", "linear_attention", "linear_attention_step",
+    "sample", "mla_ragged_page_attention", "causal_conv1d", "causal_conv1d_step",
 )  # fmt: skip
 
 
