@@ -29,12 +29,17 @@ CASES = {
 
 
 def inputs_of_step(case: ConvStepCase) -> StepInputs:
-    """What a backend gets, with rows without a slot, and slots that no row has, full of NaN."""
+    """What a backend gets, with rows without a slot, and slots that no row has, full of NaN.
+
+    Where states move, the last row has a slot to write to and none to read: it is padding.
+    """
     args, kwargs = case.arguments()
     found: StepInputs = kernel("causal_conv1d_step").prepare(*args, **kwargs)
     if found.state_indices is None:
         return found
     slots = found.conv_pool.shape[0]
+    if found.write_indices is not None:
+        found = found.replace(state_indices=found.state_indices.at[-1].set(-1))
     used = np.asarray(found.state_indices)
     unused = [slot for slot in range(slots) if slot not in used]
     # A slot beyond the pool is none, as one before it.
