@@ -42,6 +42,8 @@ _OPS = {
     "grouped_matmul": "tilewright.kernels.matmul.ops.grouped_matmul:GroupedMatmul",
     "gated_grouped_matmul": "tilewright.kernels.matmul.ops.gated_grouped_matmul:GatedGroupedMatmul",
     "linear_attention_step": "tilewright.kernels.linear_attention.step:LinearAttentionStep",
+    "selective_scan": "tilewright.kernels.selective_scan.ops.selective_scan:SelectiveScan",
+    "selective_scan_step": "tilewright.kernels.selective_scan.ops.selective_scan_step:SelectiveScanStep",
     "linear_cross_entropy": "tilewright.kernels.linear_cross_entropy.op:LinearCrossEntropy",
     "linear_kl_divergence": "tilewright.kernels.linear_cross_entropy.kl:LinearKlDivergence",
 }

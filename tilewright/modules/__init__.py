@@ -88,6 +88,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "tilewright.kernels.router.op": ("TopKRouter", "top_k_router"),
     "tilewright.kernels.sampling.ops.linear_sample": ("LinearSample", "linear_sample"),
     "tilewright.kernels.sampling.ops.sample": ("Sample", "sample"),
+    "tilewright.kernels.selective_scan.ops.selective_scan": ("SelectiveScan", "selective_scan"),
+    "tilewright.kernels.selective_scan.ops.selective_scan_step": ("SelectiveScanStep", "selective_scan_step"),
     "tilewright.modules.attention": ("dot_product_attention",),
     "tilewright.modules.serving": ("flash_mla",),
 }

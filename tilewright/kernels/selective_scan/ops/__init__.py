@@ -1,0 +1,1 @@
+"""The functions, with their argument lists and checks."""
