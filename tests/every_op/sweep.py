@@ -61,6 +61,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "ConvStepCase.tokens": (None, 1, 2, 5, 8),
     "ConvStepCase.weight_dtype": (None, *DTYPES),
     "ConvStepCase.width": (1, 2, 3, 4, 8, 9),
+    "ChannelsCase.groups": (1, 2, 4),
+    "ChannelsCase.state": (1, 3, 4, 16, 64),
     "DenseCase.leading": ((), (1,), (2,), (3, 2), (0,)),
     "ExpertsCase.activation": (*ACTIVATIONS, SWIGLU_OAI),
     "ExpertsCase.capacity": (None, 1, 7, 100),
@@ -94,6 +96,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "RouterCase.num_groups": (1, 2, 4),
     "RouterCase.top_groups": (1, 2),
     "RowsCase.k": (1, 2, 3, 6, 8),
+    "SelectiveScanCase.batch": (0, *FEW),
+    "SelectiveScanCase.packed": (0, 0, 1, 3, 300),
+    "SelectiveScanCase.segments": (0, 0, 1, 5),
+    "SelectiveScanStepCase.slots": (0, 1, 5, 300),
     "ServingCase.heads": FEW,
     "ServingCase.kv_dtype": (None, "int8", "float8_e4m3fn", "float8_e5m2", "bfloat16"),
     "ServingCase.kv_heads": (None, *FEW),
@@ -175,6 +181,11 @@ def _tokens(c: Any) -> int:
 
 def _mixes_float8(a: str, b: str | None) -> bool:
     return b not in (None, a) and any(each is not None and each.startswith("float8") for each in (a, b))
+
+
+def _packings(c: Any) -> int:
+    """The ways in which a call says where its sequences are, if its op knows several."""
+    return bool(c.packed) + bool(c.segments) + c.lengths if hasattr(c, "segments") else 0
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -259,6 +270,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "must have a matrix for each",
         lambda c: hasattr(c, "matrices") and c.group_offset is None and c.matrices not in (None, c.groups),
     ),
+    Refusal(ValueError, "must divide the channels", lambda c: hasattr(c, "delta_softplus") and c.channels % c.groups),
+    Refusal(ValueError, "in one way", lambda c: _packings(c) > 1),
+    Refusal(ValueError, "packed into one row", lambda c: _packings(c) and c.packed and c.batch != 1),
+    Refusal(ValueError, "no place", lambda c: _packings(c) and c.segments and (c.initial_state or c.return_state)),
     Refusal(
         TypeError,
         "returns no gradient for its argument '[lr]hs_scale'",

@@ -175,6 +175,7 @@ def test_a_program_is_exported(op):
 
 SPLIT_BY_ROWS = ("matmul", "glu", "gated_grouped_matmul", "moe_mlp", "linear_attention")
 SPLIT_BY_ROWS = ("matmul", "glu", "gated_grouped_matmul", "moe_mlp", "causal_conv1d")
+SPLIT_BY_ROWS = ("matmul", "glu", "gated_grouped_matmul", "moe_mlp", "selective_scan")
 """Ops with a partitioning of their own whose first operand is split by its rows here."""
 
 WHOLE = ("permute", "unpermute")

@@ -25,7 +25,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 WITHOUT_EFFECT = frozenset(
     {
         "precision", "transpose_lhs", "transpose_rhs", "vocab_first", "kv_starts", "left", "right", "q_length",
-        "gradient_epsilon", "activation", "group_sizes", "row_format",
+        "gradient_epsilon", "activation", "group_sizes", "row_format", "state_indices",
     }
 )  # fmt: skip
 """Options that change no result on a CPU, or whose default is not a call of the same arrays."""

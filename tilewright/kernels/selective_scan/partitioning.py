@@ -98,15 +98,13 @@ def scan_partitioning(inputs: SelectiveScanInputs) -> Partitioning | None:
     if split.mesh is None:
         return None
     rows = "" if inputs.cum_seqlens is not None else "rows"
-    states = split.of(rows, "channels", "")
+    states: Any = split.of(rows, "channels", "")
+    out: Any = split.of(rows, "", "channels")
+    chunk_states: Any = split.of(rows, "", "channels", "")
     return Partitioning(
         mesh=split.mesh,
         inputs=inputs.replace(**{name: split.spec(name) for name in split.arrays}),
-        results=ScanResults(
-            split.of(rows, "", "channels"),
-            states if inputs.return_state else None,
-            split.of(rows, "", "channels", "") if inputs.keeps else None,
-        ),
+        results=ScanResults(out, states if inputs.return_state else None, chunk_states if inputs.keeps else None),
         gradients={name: split.gradient(name) for name in split.arrays},
     )
 

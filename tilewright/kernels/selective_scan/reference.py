@@ -39,7 +39,8 @@ def scan_reference(inputs: SelectiveScanInputs) -> tuple[Any, Any]:
             states = states.at[row].set(jnp.where(is_token[:, None, None], after, states[row]))
         return (states, h), jnp.where(is_token[:, None], y, 0)
 
-    # One more, for tokens of no sequence where there is none at all. A packed row reads the state of a sequence where it begins, and has written it when it ends.
+    # One more, for a row without sequences. A packed row reads the state of a sequence where it begins, and has written
+    # it when it ends.
     tokens = (inputs.u, inputs.delta, inputs.B, inputs.C, inputs.z)
     by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, ids, resets))
     first = (

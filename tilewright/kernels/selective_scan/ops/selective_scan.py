@@ -72,7 +72,7 @@ class SelectiveScan(PortfolioKernel[SelectiveScanInputs, ScanResults]):
         steps = arguments.like_tokens("delta", delta, tokens)
         if steps is None:
             raise TypeError("delta must be an array, got None")
-        sequences = sequence_arrays(batch, length, cum_seqlens, segment_ids, seq_lengths)
+        sequences: dict[str, Any] = sequence_arrays(batch, length, cum_seqlens, segment_ids, seq_lengths)
         returns = flag("return_state", return_state)
         if segment_ids is not None and (initial_state is not None or returns):
             raise ValueError(

@@ -64,7 +64,7 @@ class SelectiveScanStep(InferenceKernel[SelectiveScanStepInputs, Stepped]):
                 f"{pool.shape=}, {pool.dtype=}"
             )
         tokens = arguments.tokens_array(u, 2, "[rows, channels]")
-        rows, channels = tokens.shape
+        rows = tokens.shape[0]
         decay = arguments.decay_array(A, tokens)
         if pool.shape[1:] != decay.shape:
             raise ValueError(

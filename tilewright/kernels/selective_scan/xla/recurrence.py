@@ -4,8 +4,8 @@ The state of a chunk's start is known when the chunks before it are done, so it 
 
     state behind = exp(A · sum of delta) · state before + state behind, from a state of zeros
 
-Both the passes over the tokens of a chunk take as many steps as a chunk has tokens, each for all chunks, and the one over
-chunks a step for each. States are ``[batch, chunks, groups, channels of a group, state]``, those of tokens alike.
+A pass over the tokens of a chunk takes as many steps as it has tokens, each for all chunks, and the one over the chunks
+a step for each. States are ``[batch, chunks, groups, channels of a group, state]``, those of tokens alike.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from tilewright.kernels.op.sharding import varying_as
 from tilewright.kernels.selective_scan.inputs import Pieces
 
 STORED = 8
-"""Tokens whose states the backward pass has at a time; it computes a chunk forwards to keep the states between these."""
+"""Tokens whose states the backward pass has at a time, beside the states between such parts of a chunk."""
 
 
 @jax.tree_util.register_dataclass

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
+from tilewright.kernels.op.sharding import varying_as
 from tilewright.kernels.selective_scan.elementwise import steps_of
 from tilewright.kernels.selective_scan.inputs import ScanResults, SelectiveScanInputs
 from tilewright.kernels.selective_scan.xla import recurrence
@@ -41,7 +42,7 @@ class XlaSelectiveScan(Backend[SelectiveScanInputs, ScanResults, FwdParams, BwdP
         tokens = _tokens(inputs, chunks, steps_of(inputs, chunks.ids, inputs.delta, inputs.delta_bias))
         initial = inputs.initial_state
         if initial is None:
-            initial = jnp.zeros((inputs.sequences, inputs.channels, inputs.state), dtype)
+            initial = _no_states(inputs)
         grouped = initial.astype(dtype).reshape(inputs.sequences, *tokens.a.shape)
         before, last = recurrence.states_before(tokens, grouped, chunks.pieces)
         y = recurrence.outputs(tokens, before).reshape(*tokens.u.shape[:3], inputs.channels)
@@ -64,6 +65,7 @@ class XlaSelectiveScan(Backend[SelectiveScanInputs, ScanResults, FwdParams, BwdP
             lambda delta, bias: steps_of(inputs, chunks.ids, delta, bias), inputs.delta, inputs.delta_bias
         )
         tokens = _tokens(inputs, chunks, delta)
+        assert cotangents.out is not None
         d_out = without_padding(cotangents.out, chunks.ids).astype(dtype)
         u = without_padding(inputs.u, chunks.ids).astype(dtype)
         if inputs.z is None:
@@ -74,7 +76,7 @@ class XlaSelectiveScan(Backend[SelectiveScanInputs, ScanResults, FwdParams, BwdP
         d_y = chunks.split(d_total).reshape(tokens.u.shape)
         d_last = cotangents.state
         if d_last is None:
-            d_last = jnp.zeros((inputs.sequences, inputs.channels, inputs.state), dtype)
+            d_last = _no_states(inputs)
         d_last = d_last.reshape(inputs.sequences, *tokens.a.shape)
         assert results.chunk_states is not None
         before = results.chunk_states.reshape(*tokens.u.shape[:2], *tokens.a.shape)
@@ -100,6 +102,11 @@ class XlaSelectiveScan(Backend[SelectiveScanInputs, ScanResults, FwdParams, BwdP
         if inputs.initial_state is not None:
             found["initial_state"] = d_initial.reshape(inputs.initial_state.shape)
         return {name: found[name].astype(struct.dtype) for name, struct in inputs.gradients.items()}
+
+
+def _no_states(inputs: SelectiveScanInputs) -> Any:
+    """States of zeros, or no cotangents of the states, of all sequences."""
+    return varying_as(jnp.zeros((inputs.sequences, inputs.channels, inputs.state), inputs.dtype), inputs)
 
 
 def _tokens(inputs: SelectiveScanInputs, chunks: Chunks, delta: Any) -> recurrence.Tokens:
