@@ -40,7 +40,10 @@ class SelectiveScan(PortfolioKernel[SelectiveScanInputs, ScanResults]):
     run_is_forward: ClassVar[bool] = False  # it keeps no states of chunks
 
     def __init__(self) -> None:
-        backends = ("tilewright.kernels.selective_scan.xla.selective_scan:XlaSelectiveScan",)
+        backends = (
+            "tilewright.kernels.selective_scan.triton.selective_scan:TritonSelectiveScan",
+            "tilewright.kernels.selective_scan.xla.selective_scan:XlaSelectiveScan",
+        )
         super().__init__("selective_scan", version="1", backends=backends)
 
     def prepare(

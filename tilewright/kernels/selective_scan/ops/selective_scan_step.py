@@ -35,7 +35,10 @@ class SelectiveScanStep(InferenceKernel[SelectiveScanStepInputs, Stepped]):
     cases: ClassVar[OpCases[SelectiveScanStepCase]] = STEP_CASES
 
     def __init__(self) -> None:
-        backends = ("tilewright.kernels.selective_scan.xla.selective_scan_step:XlaSelectiveScanStep",)
+        backends = (
+            "tilewright.kernels.selective_scan.triton.selective_scan_step:TritonSelectiveScanStep",
+            "tilewright.kernels.selective_scan.xla.selective_scan_step:XlaSelectiveScanStep",
+        )
         super().__init__("selective_scan_step", version="1", backends=backends)
 
     def prepare(

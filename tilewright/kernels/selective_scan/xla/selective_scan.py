@@ -13,7 +13,7 @@ from tilewright.kernels.selective_scan.elementwise import steps_of
 from tilewright.kernels.selective_scan.inputs import ScanResults, SelectiveScanInputs
 from tilewright.kernels.selective_scan.xla import recurrence
 from tilewright.kernels.selective_scan.xla.chunks import Chunks, chunks_of
-from tilewright.kernels.sequences import without_padding
+from tilewright.kernels.sequences import PADDING, without_padding
 from tilewright.ops.types import Device, Direction
 from tilewright.ops.utils.datacarrier import BwdParams, FwdParams
 
@@ -80,6 +80,10 @@ class XlaSelectiveScan(Backend[SelectiveScanInputs, ScanResults, FwdParams, BwdP
         d_last = d_last.reshape(inputs.sequences, *tokens.a.shape)
         assert results.chunk_states is not None
         before = results.chunk_states.reshape(*tokens.u.shape[:2], *tokens.a.shape)
+        if chunks.ids is not None:
+            # Before chunks without tokens there may be anything.
+            is_token = chunks.split(chunks.ids != PADDING)
+            before = recurrence.unless(~jnp.any(is_token, axis=2), before)
         behind, d_initial = recurrence.cotangents_behind(tokens, d_y, d_last, chunks.pieces)
         y, d_c, d = recurrence.gradients(tokens, before, behind, d_y)
 
