@@ -1,9 +1,9 @@
-"""Conformance of the backends of the selective scan: cases, and the recurrence in float64, written from its definition."""
+"""Conformance of the backends of the selective scan: cases, and the recurrence in float64 from its definition."""
 
 import dataclasses
+import itertools
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -78,59 +78,80 @@ CASES: tuple[ScanCase, ...] = (
 """The shapes that every backend is tested with, and interpreters are quick enough for."""
 
 
-def recurrence(arrays: dict[str, Any], inputs: SelectiveScanInputs, xp: Any = np) -> tuple[Any, Any]:
-    """``(out, states)`` token by token; ``xp`` is NumPy, or JAX's for derivatives. Only sequences' tokens are read."""
-    batch, length, channels = inputs.u.shape
-    spans: list[tuple[int, int, int]] = []  # the row, the first token and the one behind the last
+def spans_of(inputs: SelectiveScanInputs) -> list[tuple[int, int, int]]:
+    """The row of each sequence, its first token and the one behind its last."""
+    batch, length = inputs.u.shape[:2]
     if inputs.cum_seqlens is not None:
-        cum = np.asarray(inputs.cum_seqlens)
-        spans = [(0, int(first), int(last)) for first, last in zip(cum[:-1], cum[1:], strict=True)]
-    elif inputs.segment_ids is not None:
+        return [(0, int(first), int(last)) for first, last in itertools.pairwise(np.asarray(inputs.cum_seqlens))]
+    if inputs.segment_ids is not None:
+        spans: list[tuple[int, int, int]] = []
         for row, ids in enumerate(np.asarray(inputs.segment_ids)):
             edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), length]
-            spans += [(row, first, last) for first, last in zip(edges[:-1], edges[1:], strict=True) if ids[first] >= 0]
-    else:
-        lengths = [length] * batch if inputs.seq_lengths is None else np.asarray(inputs.seq_lengths).tolist()
-        spans = [(row, 0, last) for row, last in enumerate(lengths)]
-    group = np.arange(channels) // (channels // inputs.groups)
-    rows: dict[tuple[int, int], Any] = {}
-    states = []
+            spans += [(row, first, last) for first, last in itertools.pairwise(edges) if ids[first] >= 0]
+        return spans
+    lengths = [length] * batch if inputs.seq_lengths is None else np.asarray(inputs.seq_lengths).tolist()
+    return [(row, 0, last) for row, last in enumerate(lengths)]
+
+
+def recurrence(
+    arrays: Found, inputs: SelectiveScanInputs, d_out: Any = None, d_state: Any = None
+) -> tuple[Any, Any, Found]:
+    """``(out, states, gradients)`` token by token; only tokens of sequences are read."""
+    channels, state = inputs.channels, inputs.state
+    width = channels // inputs.groups
+    spread = np.repeat(np.eye(inputs.groups), width, axis=0)  # [channels, groups]
+    decay, skip, bias = arrays["A"], arrays.get("D", np.zeros(channels)), arrays.get("delta_bias", np.zeros(channels))
+    spans = spans_of(inputs)
+    out, states = np.zeros(inputs.u.shape), np.zeros((len(spans), channels, state))
+    d = {name: np.zeros(x.shape) for name, x in arrays.items()}
     for number, (row, first, last) in enumerate(spans):
-        h = xp.zeros((channels, inputs.state), np.float64)
-        if "initial_state" in arrays:
-            h = arrays["initial_state"][number]
+        h = arrays["initial_state"][number] if "initial_state" in arrays else np.zeros((channels, state))
+        seen = []
         for t in range(first, last):
-            u, step = arrays["u"][row, t], arrays["delta"][row, t]
-            if "delta_bias" in arrays:
-                step = step + arrays["delta_bias"]
-            if inputs.delta_softplus:
-                step = xp.logaddexp(step, 0.0)
-            h = xp.exp(step[:, None] * arrays["A"]) * h + (step * u)[:, None] * arrays["B"][row, t][group]
-            y = xp.sum(arrays["C"][row, t][group] * h, axis=1)
-            if "D" in arrays:
-                y = y + arrays["D"] * u
+            raw = arrays["delta"][row, t] + bias
+            step = np.logaddexp(raw, 0.0) if inputs.delta_softplus else raw
+            u, b, c = arrays["u"][row, t], spread @ arrays["B"][row, t], spread @ arrays["C"][row, t]
+            before, factor = h, np.exp(step[:, None] * decay)
+            h = factor * before + (step * u)[:, None] * b
+            y = np.sum(c * h, axis=1) + skip * u
+            share = gate = np.ones(channels)
             if "z" in arrays:
-                z = arrays["z"][row, t]
-                y = y * z / (1.0 + xp.exp(-z))
-            rows[row, t] = y
-        states.append(h)
-    none = xp.zeros(channels, np.float64)
-    out = xp.stack([xp.stack([rows.get((row, t), none) for t in range(length)]) for row in range(batch)])
-    return out, xp.stack(states) if states else xp.zeros((0, channels, inputs.state), np.float64)
+                share = 1.0 / (1.0 + np.exp(-arrays["z"][row, t]))
+                gate = arrays["z"][row, t] * share
+            out[row, t] = y * gate
+            seen.append((t, raw, step, u, b, c, before, factor, h, y, share, gate))
+        states[number] = h
+        if d_out is None:
+            continue
+        d_h = np.zeros((channels, state)) if d_state is None else d_state[number]
+        for t, raw, step, u, b, c, before, factor, h, y, share, gate in reversed(seen):
+            d_y = d_out[row, t] * gate
+            if "z" in arrays:
+                d["z"][row, t] = d_out[row, t] * y * share * (1.0 + arrays["z"][row, t] * (1.0 - share))
+            d_h = d_h + c * d_y[:, None]
+            d_step = np.sum(d_h * (factor * before * decay + u[:, None] * b), axis=1)
+            d_raw = d_step / (1.0 + np.exp(-raw)) if inputs.delta_softplus else d_step
+            d["u"][row, t] = step * np.sum(d_h * b, axis=1) + skip * d_y
+            d["delta"][row, t] = d_raw
+            d["A"] += d_h * factor * before * step[:, None]
+            d["B"][row, t] = spread.T @ (d_h * (step * u)[:, None])
+            d["C"][row, t] = spread.T @ (h * d_y[:, None])
+            if "D" in d:
+                d["D"] += d_y * u
+            if "delta_bias" in d:
+                d["delta_bias"] += d_raw
+            d_h = factor * d_h
+        if "initial_state" in d:
+            d["initial_state"][number] = d_h
+    return out, states, d
 
 
 def oracle(inputs: SelectiveScanInputs, cotangents: ScanResults) -> Found:
-    """Results and gradients in float64, these by JAX's own derivative of the recurrence."""
-    with jax.enable_x64(True):
-        arrays = {n: jnp.asarray(np.asarray(x, np.float64)) for n in ARRAYS if (x := inputs.arrays[n]) is not None}
-        # In JAX a program of so many operations is compiled for longer than it runs.
-        with jax.disable_jit():
-            (out, state), pull_back = jax.vjp(lambda arrays: recurrence(arrays, inputs, jnp), arrays)
-            d_state = cotangents.state
-            given = np.zeros(state.shape) if d_state is None else np.asarray(d_state, np.float64)
-            (d,) = pull_back((jnp.asarray(np.asarray(cotangents.out, np.float64)), jnp.asarray(given)))
-        found = {"out": out, "state": state} | {f"d_{name}": x for name, x in d.items()}
-        return {name: np.asarray(x) for name, x in found.items()}
+    """Results and gradients in float64."""
+    arrays = {name: np.asarray(x, np.float64) for name in ARRAYS if (x := inputs.arrays[name]) is not None}
+    d_out, d_state = (None if x is None else np.asarray(x, np.float64) for x in (cotangents.out, cotangents.state))
+    out, state, d = recurrence(arrays, inputs, d_out, d_state)
+    return {"out": out, "state": state} | {f"d_{name}": x for name, x in d.items()}
 
 
 def cotangents_of(inputs: SelectiveScanInputs, seed: int = 1) -> ScanResults:
