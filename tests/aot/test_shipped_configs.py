@@ -51,6 +51,9 @@ from tilewright.kernels.sampling.ops.linear_sample import LinearSample
 from tilewright.kernels.sampling.ops.sample import Sample
 from tilewright.kernels.sampling.triton.linear_sample import TritonLinearSample
 from tilewright.kernels.sampling.triton.sample import TritonSample
+from tilewright.kernels.selective_scan.cases import SelectiveScanCase, SelectiveScanStepCase
+from tilewright.kernels.selective_scan.triton.selective_scan import TritonSelectiveScan
+from tilewright.kernels.selective_scan.triton.selective_scan_step import TritonSelectiveScanStep
 from tilewright.ops.types import Direction
 
 # Attention on Hopper GPUs.
@@ -442,6 +445,20 @@ LINEAR_SAMPLES = LinearSample.cases.by_device["gpu"] | variants(
 EVERY_CARD = ("a100", "rtx4090", "h100")
 BLACKWELL = ("b200", "rtx5090")
 BOTH: tuple[Direction, ...] = ("forward", "backward")
+SCANS = {
+    "mamba": SelectiveScanCase("", batch=8, length=4096, channels=5120, dtype="bfloat16"),
+    "one row": SelectiveScanCase("", length=32768, channels=5120, dtype="bfloat16"),
+    "packed": SelectiveScanCase(
+        "", length=8192, channels=2048, packed=9, initial_state=True, return_state=True, dtype="bfloat16"
+    ),
+    "segments": SelectiveScanCase("", batch=2, length=4096, channels=1024, segments=5),
+    "groups": SelectiveScanCase("", batch=8, length=2048, channels=4096, groups=8, state=64, dtype="bfloat16"),
+}
+SCAN_STEPS = {
+    "mamba": SelectiveScanStepCase("", rows=64, slots=128, channels=5120, dtype="bfloat16"),
+    "groups": SelectiveScanStepCase("", rows=8, channels=4096, groups=8, state=128, state_dtype="bfloat16"),
+}
+
 EVERY = (
     Shipped(
         "flash_attention",
@@ -634,6 +651,8 @@ EVERY = (
     Shipped("linear_attention", TritonLinearAttention(), RECURRENCES, tuned=(), spills=lambda _: 128),
     Shipped("causal_conv1d", TritonConv(), CONVOLUTIONS, EVERY_CARD, tuned=("gdn_32k", "states")),
     Shipped("causal_conv1d_step", TritonConvStep(), CausalConv1dStep.cases.by_device["gpu"], EVERY_CARD, ("forward",)),
+    Shipped("selective_scan", TritonSelectiveScan(), SCANS, tuned=()),
+    Shipped("selective_scan_step", TritonSelectiveScanStep(), SCAN_STEPS, directions=("forward",), tuned=()),
     Shipped("linear_sample", TritonLinearSample(), LINEAR_SAMPLES, EVERY_CARD, ("forward",), tuned=("llama",)),
     Shipped("sample", TritonSample(), SAMPLES, EVERY_CARD, ("forward",), tuned=("all", "top_k_top_p", "every limit")),
     *(

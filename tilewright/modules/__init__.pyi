@@ -59,6 +59,8 @@ from tilewright.kernels.router.inputs import Scoring
 from tilewright.kernels.router.op import TopKRouter
 from tilewright.kernels.sampling.ops.linear_sample import LinearSample
 from tilewright.kernels.sampling.ops.sample import Sample
+from tilewright.kernels.selective_scan.ops.selective_scan import SelectiveScan
+from tilewright.kernels.selective_scan.ops.selective_scan_step import SelectiveScanStep
 from tilewright.modules import base
 
 __all__ = [
@@ -93,6 +95,8 @@ __all__ = [
     "RopeScaling",
     "RopeUpdatePages",
     "Sample",
+    "SelectiveScan",
+    "SelectiveScanStep",
     "TopKRouter",
     "UnifiedAttention",
     "Unpermute",
@@ -153,6 +157,8 @@ __all__ = [
     "rwkv7",
     "rwkv7_step",
     "sample",
+    "selective_scan",
+    "selective_scan_step",
     "shared_prefix_page_attention",
     "ssd",
     "ssd_step",
@@ -2040,6 +2046,102 @@ def sample(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array | tuple[Array, Array]: ...
+@overload
+def selective_scan(
+    u: ArrayLike,
+    delta: ArrayLike,
+    A: ArrayLike,
+    B: ArrayLike,
+    C: ArrayLike,
+    D: ArrayLike | None = None,
+    z: ArrayLike | None = None,
+    delta_bias: ArrayLike | None = None,
+    delta_softplus: bool = False,
+    *,
+    initial_state: ArrayLike | None = None,
+    return_state: Literal[False] = False,
+    cum_seqlens: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    seq_lengths: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Array: ...
+@overload
+def selective_scan(
+    u: ArrayLike,
+    delta: ArrayLike,
+    A: ArrayLike,
+    B: ArrayLike,
+    C: ArrayLike,
+    D: ArrayLike | None = None,
+    z: ArrayLike | None = None,
+    delta_bias: ArrayLike | None = None,
+    delta_softplus: bool = False,
+    *,
+    initial_state: ArrayLike | None = None,
+    return_state: Literal[True],
+    cum_seqlens: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    seq_lengths: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> tuple[Array, Array]: ...
+@overload
+def selective_scan(
+    u: ArrayLike,
+    delta: ArrayLike,
+    A: ArrayLike,
+    B: ArrayLike,
+    C: ArrayLike,
+    D: ArrayLike | None = None,
+    z: ArrayLike | None = None,
+    delta_bias: ArrayLike | None = None,
+    delta_softplus: bool = False,
+    *,
+    initial_state: ArrayLike | None = None,
+    return_state: bool = False,
+    cum_seqlens: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    seq_lengths: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Array | tuple[Array, Array]: ...
+@overload
+def selective_scan_step(
+    state_pool: ArrayLike,
+    u: ArrayLike,
+    delta: ArrayLike,
+    A: ArrayLike,
+    B: ArrayLike,
+    C: ArrayLike,
+    D: ArrayLike | None = None,
+    z: ArrayLike | None = None,
+    delta_bias: ArrayLike | None = None,
+    delta_softplus: bool = False,
+    *,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> tuple[Array, Array]: ...
+@overload
+def selective_scan_step(
+    state_pool: ArrayLike,
+    u: ArrayLike,
+    delta: ArrayLike,
+    A: ArrayLike,
+    B: ArrayLike,
+    C: ArrayLike,
+    D: ArrayLike | None = None,
+    z: ArrayLike | None = None,
+    delta_bias: ArrayLike | None = None,
+    delta_softplus: bool = False,
+    *,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> tuple[Array, Array]: ...
 @overload
 def shared_prefix_page_attention(
     query: ArrayLike,
