@@ -173,9 +173,15 @@ def test_a_program_is_exported(op):
     equal(export.deserialize(blob).call(*arrays), jax.jit(function)(*arrays))
 
 
-SPLIT_BY_ROWS = ("matmul", "glu", "gated_grouped_matmul", "moe_mlp", "linear_attention")
-SPLIT_BY_ROWS = ("matmul", "glu", "gated_grouped_matmul", "moe_mlp", "causal_conv1d")
-SPLIT_BY_ROWS = ("matmul", "glu", "gated_grouped_matmul", "moe_mlp", "selective_scan")
+SPLIT_BY_ROWS = (
+    "matmul",
+    "glu",
+    "gated_grouped_matmul",
+    "moe_mlp",
+    "linear_attention",
+    "causal_conv1d",
+    "selective_scan",
+)
 """Ops with a partitioning of their own whose first operand is split by its rows here."""
 
 WHOLE = ("permute", "unpermute")

@@ -149,8 +149,8 @@ def test_masks_have_stable_ids():
 
 NEWER = (
     "_norm", "matmul", "glu", "_entropy", "_divergence", "rope", "_router", "moe_mlp", "permute", "rope_update_pages",
-    "sample", "mla_ragged_page_attention", "linear_attention", "linear_attention_step",
-    "sample", "mla_ragged_page_attention", "causal_conv1d", "causal_conv1d_step",
+    "sample", "mla_ragged_page_attention", "linear_attention", "linear_attention_step", "causal_conv1d",
+    "causal_conv1d_step", "selective_scan", "selective_scan_step",
 )  # fmt: skip
 
 

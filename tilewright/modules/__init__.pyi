@@ -2107,42 +2107,6 @@ def selective_scan(
     cfg: object = None,
 ) -> Array | tuple[Array, Array]: ...
 @overload
-def selective_scan_step(
-    state_pool: ArrayLike,
-    u: ArrayLike,
-    delta: ArrayLike,
-    A: ArrayLike,
-    B: ArrayLike,
-    C: ArrayLike,
-    D: ArrayLike | None = None,
-    z: ArrayLike | None = None,
-    delta_bias: ArrayLike | None = None,
-    delta_softplus: bool = False,
-    *,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: object = None,
-) -> tuple[Array, Array]: ...
-@overload
-def selective_scan_step(
-    state_pool: ArrayLike,
-    u: ArrayLike,
-    delta: ArrayLike,
-    A: ArrayLike,
-    B: ArrayLike,
-    C: ArrayLike,
-    D: ArrayLike | None = None,
-    z: ArrayLike | None = None,
-    delta_bias: ArrayLike | None = None,
-    delta_softplus: bool = False,
-    *,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: object = None,
-) -> tuple[Array, Array]: ...
-@overload
 def shared_prefix_page_attention(
     query: ArrayLike,
     key_pages: ArrayLike,
@@ -2434,6 +2398,18 @@ def all_gather_matmul(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array: ...
+def causal_conv1d_step(
+    x: ArrayLike,
+    conv_pool: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    activation: ConvActivation | None = None,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> tuple[Array, Array]: ...
 def delta_rule_step(
     q: ArrayLike,
     k: ArrayLike,
@@ -2449,17 +2425,6 @@ def delta_rule_step(
     state_layout: StateLayout = "kv",
     qk_l2norm: bool = False,
     l2norm_eps: float = 1e-06,
-def causal_conv1d_step(
-    x: ArrayLike,
-    conv_pool: ArrayLike,
-    weight: ArrayLike,
-    bias: ArrayLike | None = None,
-    *,
-    activation: ConvActivation | None = None,
-    state_indices: ArrayLike | None = None,
-    write_indices: ArrayLike | None = None,
-    platform: PlatformOption = None,
-    cfg: object = None,
 ) -> tuple[Array, Array]: ...
 
 flash_mla = mla_decode
@@ -2725,6 +2690,23 @@ def rwkv7_step(
     platform: PlatformOption = None,
     cfg: Any = None,
     state_layout: StateLayout = "kv",
+) -> tuple[Array, Array]: ...
+def selective_scan_step(
+    state_pool: ArrayLike,
+    u: ArrayLike,
+    delta: ArrayLike,
+    A: ArrayLike,
+    B: ArrayLike,
+    C: ArrayLike,
+    D: ArrayLike | None = None,
+    z: ArrayLike | None = None,
+    delta_bias: ArrayLike | None = None,
+    delta_softplus: bool = False,
+    *,
+    state_indices: ArrayLike | None = None,
+    write_indices: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
 ) -> tuple[Array, Array]: ...
 def ssd_step(
     x: ArrayLike,
