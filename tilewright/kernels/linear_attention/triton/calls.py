@@ -56,7 +56,7 @@ class Chunks:
         return operand_dtype(self.inputs.value.dtype)
 
     def constants(self, tile: TritonPass, block_k: int, *, states: bool = False, scale: bool = False) -> dict[str, Any]:
-        """Those of a pass; ``states`` and ``scale`` for the kernels that have them."""
+        """The constants of a pass; ``states`` and ``scale`` for the kernels that have them."""
         inputs = self.inputs
         found: dict[str, Any] = {
             "H": inputs.heads,
