@@ -67,7 +67,13 @@ def step_reference(inputs: SelectiveScanStepInputs) -> tuple[Any, Any]:
 
 
 def _token(
-    inputs: SelectiveScanInputs | SelectiveScanStepInputs, before: Any, u: Any, delta: Any, b: Any, c: Any, z: Any
+    inputs: SelectiveScanInputs | SelectiveScanStepInputs,
+    before: jax.Array,
+    u: jax.Array,
+    delta: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    z: Any,
 ) -> tuple[Any, Any]:
     """The output and the state after one token of each row, ``[rows, channels]`` and ``[rows, channels, state]``."""
     dtype = inputs.dtype

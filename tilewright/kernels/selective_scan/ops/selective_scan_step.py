@@ -13,7 +13,6 @@ from tilewright.kernels.op.portfolio import InferenceKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.roofline import Cost, array_bytes
 from tilewright.kernels.op.sharding import Partitioning
-from tilewright.kernels.op.signatures import results
 from tilewright.kernels.selective_scan import arguments
 from tilewright.kernels.selective_scan.cases import STEP_CASES, SelectiveScanStepCase
 from tilewright.kernels.selective_scan.inputs import SelectiveScanStepInputs
@@ -137,8 +136,7 @@ _SELECTIVE_SCAN_STEP = SelectiveScanStep()
 
 
 @public_function(SelectiveScanStep.prepare)
-@results({"": tuple[jax.Array, jax.Array]})
-def selective_scan_step(*args: Any, **kwargs: Any) -> Any:
+def selective_scan_step(*args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
     """One token of each sequence through the selective scan of Mamba-1, for decoding; states are in a pool.
 
     The recurrence is that of ``selective_scan``, and so are the dtypes: float32 inside, or float64 for float64 u. For a

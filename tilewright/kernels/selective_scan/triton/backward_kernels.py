@@ -91,6 +91,49 @@ def piece_starts(
 
 
 @triton.jit
+def _states_between(
+    u, delta, b, marks, between, h, a, offset, group, d, r, n, tile, begin, size,
+    channels: tl.constexpr, groups: tl.constexpr, state: tl.constexpr, width: tl.constexpr, block_t: tl.constexpr,
+    elements_of_tile: tl.constexpr, delta_softplus: tl.constexpr, has_marks: tl.constexpr,
+):  # fmt: skip
+    """Writes the states before the blocks of a chunk to scratch memory, from that before the chunk."""
+    # Other threads may still read the states of the chunk before.
+    tl.debug_barrier()
+    for t in range(0, size, block_t):
+        tl.store(between + t // block_t * elements_of_tile + tile, h)
+        inputs, raws, marked = (), (), ()
+        for i in tl.static_range(block_t):
+            token = begin + t + i
+            mark = mark_of(marks, token, t + i < size, has_marks)
+            marked += (mark,)
+            inputs += (channel(u, token, d, r, mark != 2, channels, width),)
+            raws += (channel(delta, token, d, r, mark != 2, channels, width) + offset,)
+        for i in tl.static_range(block_t):
+            step = step_of(raws[i], marked[i] != 2, delta_softplus)
+            rows = by_state(b, begin + t + i, group, n, marked[i] != 2, groups, state)
+            h = unless_reset(marked[i], h, has_marks)
+            h = tl.exp2(a * step[None, :]) * h + rows * (step * inputs[i])[None, :]
+    tl.debug_barrier()
+
+
+@triton.jit
+def _no_gradients(
+    d_u, d_delta, d_z, d_b, d_c, count, covered, group, d, inside, n,
+    channels: tl.constexpr, groups: tl.constexpr, state: tl.constexpr, has_gate: tl.constexpr,
+):  # fmt: skip
+    """Writes zeros for the tokens of a piece that belong to no sequence."""
+    zeros = tl.zeros(d.shape, tl.float32)
+    for token in range(count, covered):
+        tl.store(d_u + token * channels + d, zeros.to(d_u.dtype.element_ty), mask=inside)
+        tl.store(d_delta + token * channels + d, zeros.to(d_delta.dtype.element_ty), mask=inside)
+        if has_gate:
+            tl.store(d_z + token * channels + d, zeros.to(d_z.dtype.element_ty), mask=inside)
+        place = (token * groups + group) * state + n
+        tl.store(d_b + place, tl.zeros(n.shape, tl.float32), mask=n < state)
+        tl.store(d_c + place, tl.zeros(n.shape, tl.float32), mask=n < state)
+
+
+@triton.jit
 def gradients(
     table, u, delta, decay, b, c, skip, z, bias, marks, chunk_states, d_out, d_final, starts, sums,
     d_u, d_delta, d_z, d_decay, d_b, d_c, d_skip, d_bias, d_initial, scratch,
@@ -117,15 +160,10 @@ def gradients(
     parts: tl.constexpr = (width + block_d - 1) // block_d
     first = tl.load(row).to(tl.int64)
     of_block = ((part % parts).to(tl.int64) * tokens + first) * (groups * state)
-    u += first * channels
-    delta += first * channels
-    b += first * (groups * state)
-    c += first * (groups * state)
-    d_out += first * channels
-    d_u += first * channels
-    d_delta += first * channels
-    d_b += of_block
-    d_c += of_block
+    u, delta, d_out = u + first * channels, delta + first * channels, d_out + first * channels
+    d_u, d_delta = d_u + first * channels, d_delta + first * channels
+    b, c = b + first * (groups * state), c + first * (groups * state)
+    d_b, d_c = d_b + of_block, d_c + of_block
     if has_gate:
         z += first * channels
         d_z += first * channels
@@ -147,8 +185,8 @@ def gradients(
             other=0.0,
         )
     if split:
-        for i in range(last - number):
-            place = tl.cast(last - i, tl.int64)
+        for back in range(last - number):
+            place = tl.cast(last - back, tl.int64)
             step = tl.load(sums + place * channels + d, mask=inside, other=0.0)
             carried = tl.exp2(a * step[None, :]) * mu
             if has_marks:
@@ -164,24 +202,10 @@ def gradients(
         begin = (chunks - 1 - index) * chunk
         size = tl.minimum(count - begin, chunk)
         h = tl.load(chunk_states + (chunk_row + begin // chunk) * (channels * state) + at, mask=mask, other=0.0)
-        # What other threads read of the last chunk must have been read.
-        tl.debug_barrier()
-        for t in range(0, size, block_t):
-            tl.store(between + t // block_t * (block_n * block_d) + tile, h)
-            inputs, raws, marked = (), (), ()
-            for i in tl.static_range(block_t):
-                token = begin + t + i
-                mark = mark_of(marks, token, t + i < size, has_marks)
-                marked += (mark,)
-                inputs += (channel(u, token, d, r, mark != 2, channels, width),)
-                raws += (channel(delta, token, d, r, mark != 2, channels, width) + offset,)
-            for i in tl.static_range(block_t):
-                token = begin + t + i
-                step = step_of(raws[i], marked[i] != 2, delta_softplus)
-                rows = by_state(b, token, group, n, marked[i] != 2, groups, state)
-                h = unless_reset(marked[i], h, has_marks)
-                h = tl.exp2(a * step[None, :]) * h + rows * (step * inputs[i])[None, :]
-        tl.debug_barrier()
+        _states_between(
+            u, delta, b, marks, between, h, a, offset, group, d, r, n, tile, begin, size,
+            channels, groups, state, width, block_t, block_n * block_d, delta_softplus, has_marks,
+        )  # fmt: skip
         blocks = (size + block_t - 1) // block_t
         for block in range(blocks):
             t = begin + (blocks - 1 - block) * block_t
@@ -246,16 +270,7 @@ def gradients(
                 tl.store(d_b + place, of_rows, mask=up_to(n, state, t + k < count))
                 tl.store(d_c + place, of_columns, mask=up_to(n, state, t + k < count))
                 mu = unless_reset(mark, factor * d_h, has_marks)
-    for t in range(count, covered):
-        token = t
-        zeros = tl.zeros([block_d], tl.float32)
-        tl.store(d_u + token * channels + d, zeros.to(d_u.dtype.element_ty), mask=inside)
-        tl.store(d_delta + token * channels + d, zeros.to(d_delta.dtype.element_ty), mask=inside)
-        if has_gate:
-            tl.store(d_z + token * channels + d, zeros.to(d_z.dtype.element_ty), mask=inside)
-        place = (token * groups + group) * state + n
-        tl.store(d_b + place, tl.zeros([block_n], tl.float32), mask=n < state)
-        tl.store(d_c + place, tl.zeros([block_n], tl.float32), mask=n < state)
+    _no_gradients(d_u, d_delta, d_z, d_b, d_c, count, covered, group, d, inside, n, channels, groups, state, has_gate)
     tl.store(d_decay + piece * (channels * state) + at, d_a, mask=mask)
     if has_skip:
         tl.store(d_skip + piece * channels + d, d_weight, mask=inside)

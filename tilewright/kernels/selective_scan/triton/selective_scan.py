@@ -85,7 +85,7 @@ def _one_by_one(call: Callable[[Any], Any], operands: Any) -> Any:
 
 
 class _Launches:
-    """What the launches of one direction have in common."""
+    """The launches of one direction: the table of pieces, and the constants of their kernels."""
 
     def __init__(self, inputs: SelectiveScanInputs, params: ScanParams) -> None:
         self.inputs, self.params = inputs, params

@@ -1,4 +1,4 @@
-"""What the Triton kernels of a selective scan do with one token: loads, softplus and gate, in float32."""
+"""Parts of the Triton kernels of a selective scan that concern one token: loads, softplus and gate, in float32."""
 
 import triton
 import triton.language as tl

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.selective_scan.inputs import Pieces, SelectiveScanInputs, pieces_of
@@ -22,7 +23,7 @@ class Chunks:
     ids: Any
     pieces: Pieces | None
 
-    def split(self, x: Any) -> Any:
+    def split(self, x: jax.Array) -> Any:
         """``[batch, length, ...]`` to ``[batch, chunks, chunk, ...]``, with zeros behind the tokens of a chunk."""
         size, chunks = self.inputs.chunk, self.inputs.chunks
         x = without_padding(x, self.ids)
@@ -35,7 +36,7 @@ class Chunks:
         inside = offset < self.pieces.count[:, None]
         return jnp.where(jnp.expand_dims(inside, range(2, found.ndim)), found, jnp.zeros((), x.dtype))[None]
 
-    def merge(self, x: Any) -> Any:
+    def merge(self, x: jax.Array) -> Any:
         """The tokens of ``[batch, chunks, chunk, ...]``, with zeros where a token belongs to no sequence."""
         length = self.inputs.length
         flat = x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])

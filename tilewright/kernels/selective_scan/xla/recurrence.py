@@ -47,10 +47,10 @@ class Tokens:
         found: int = self.u.shape[2]
         return found
 
-    def token(self, index: Any) -> tuple[Any, ...]:
+    def token(self, index: jax.Array) -> tuple[Any, ...]:
         """``(a, input, u, delta, b, c, reset)`` of a token of each chunk."""
 
-        def at(x: Any) -> Any:
+        def at(x: jax.Array) -> Any:
             return lax.dynamic_index_in_dim(x, index, 2, keepdims=False)
 
         u, delta, b, c = (at(x) for x in (self.u, self.delta, self.b, self.c))
@@ -70,14 +70,14 @@ class Tokens:
         return factor, None if self.reset is None else jnp.any(self.reset, axis=2)
 
 
-def unless(condition: Any, states: Any) -> Any:
+def unless(condition: Any, states: jax.Array) -> Any:
     """Zeros where a condition of chunks holds, and not a product with zero, which would keep NaN and infinities."""
     if condition is None:
         return states
     return jnp.where(jnp.expand_dims(condition, range(condition.ndim, states.ndim)), 0, states)
 
 
-def forward_step(tokens: Tokens, h: Any, index: Any) -> tuple[Any, Any, Any]:
+def forward_step(tokens: Tokens, h: jax.Array, index: jax.Array) -> tuple[Any, Any, Any]:
     """``(state before, as it is seen, state behind, y)`` of a token of each chunk."""
     decay, added, *_, c, reset = tokens.token(index)
     before = unless(reset, h)
@@ -88,16 +88,16 @@ def forward_step(tokens: Tokens, h: Any, index: Any) -> tuple[Any, Any, Any]:
 def contributions(tokens: Tokens) -> Any:
     """The states behind the chunks, each from a state of zeros."""
 
-    def step(h: Any, index: Any) -> tuple[Any, None]:
+    def step(h: jax.Array, index: jax.Array) -> tuple[Any, None]:
         return forward_step(tokens, h, index)[1], None
 
     return lax.scan(step, tokens.zeros, jnp.arange(tokens.size))[0]
 
 
-def outputs(tokens: Tokens, before: Any) -> Any:
+def outputs(tokens: Tokens, before: jax.Array) -> Any:
     """``[batch, chunks, chunk, groups, channels of a group]`` from the states before the chunks."""
 
-    def step(h: Any, index: Any) -> tuple[Any, Any]:
+    def step(h: jax.Array, index: jax.Array) -> tuple[Any, Any]:
         _, h, y = forward_step(tokens, h, index)
         return h, y
 
@@ -108,12 +108,12 @@ def _by_chunk(arrays: Any) -> Any:
     return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), arrays)
 
 
-def _carried(transition: tuple[Any, Any], states: Any) -> Any:
+def _carried(transition: tuple[Any, Any], states: jax.Array) -> Any:
     factor, reset = transition
     return unless(reset, factor * states)
 
 
-def states_before(tokens: Tokens, initial: Any, pieces: Pieces | None) -> tuple[Any, Any]:
+def states_before(tokens: Tokens, initial: jax.Array, pieces: Pieces | None) -> tuple[Any, Any]:
     """``(states before the chunks, states behind the sequences)``; one chunk after the other, in their order.
 
     Args:
@@ -124,7 +124,7 @@ def states_before(tokens: Tokens, initial: Any, pieces: Pieces | None) -> tuple[
     spare = initial if pieces is None else jnp.pad(initial, ((0, 1), (0, 0), (0, 0), (0, 0)))
     of_chunk = None if pieces is None else (pieces.sequence, pieces.first == jnp.arange(pieces.first.shape[0]))
 
-    def step(h: Any, chunk: Any) -> tuple[Any, Any]:
+    def step(h: jax.Array, chunk: Any) -> tuple[Any, Any]:
         transition, added, described = chunk
         if described is not None:
             sequence, is_first = described
@@ -144,7 +144,7 @@ def states_before(tokens: Tokens, initial: Any, pieces: Pieces | None) -> tuple[
     return jnp.moveaxis(before, 0, 1), last
 
 
-def cotangents_behind(tokens: Tokens, d_y: Any, d_last: Any, pieces: Pieces | None) -> tuple[Any, Any]:
+def cotangents_behind(tokens: Tokens, d_y: jax.Array, d_last: jax.Array, pieces: Pieces | None) -> tuple[Any, Any]:
     """``(cotangents of the states behind the chunks, those of the initial states)``.
 
     Args:
@@ -152,7 +152,7 @@ def cotangents_behind(tokens: Tokens, d_y: Any, d_last: Any, pieces: Pieces | No
       d_last: like the initial states: the cotangents of the states behind the sequences.
     """
 
-    def through(mu: Any, index: Any) -> tuple[Any, None]:
+    def through(mu: jax.Array, index: jax.Array) -> tuple[Any, None]:
         decay, *_, c, reset = tokens.token(index)
         return unless(reset, decay * _cotangent(mu, c, d_y, index)), None
 
@@ -164,7 +164,7 @@ def cotangents_behind(tokens: Tokens, d_y: Any, d_last: Any, pieces: Pieces | No
         last_of = jnp.append(pieces.last_of, -1)
         of_chunk = (pieces.sequence, chunks == last_of[pieces.sequence])
 
-    def step(after: Any, chunk: Any) -> tuple[Any, Any]:
+    def step(after: jax.Array, chunk: Any) -> tuple[Any, Any]:
         transition, added, described = chunk
         if described is not None:
             sequence, is_last = described
@@ -182,12 +182,12 @@ def cotangents_behind(tokens: Tokens, d_y: Any, d_last: Any, pieces: Pieces | No
     return jnp.moveaxis(behind, 0, 1), d_initial
 
 
-def _cotangent(mu: Any, c: Any, d_y: Any, index: Any) -> Any:
+def _cotangent(mu: jax.Array, c: jax.Array, d_y: jax.Array, index: jax.Array) -> Any:
     """The cotangent of the state behind a token, from that which comes from the next one."""
     return mu + lax.dynamic_index_in_dim(d_y, index, 2, keepdims=False)[..., None] * c[..., None, :]
 
 
-def gradients(tokens: Tokens, before: Any, behind: Any, d_y: Any) -> tuple[Any, Any, Tokens]:
+def gradients(tokens: Tokens, before: jax.Array, behind: jax.Array, d_y: jax.Array) -> tuple[Any, Any, Tokens]:
     """``(y, d_y's share in the gradient of c, gradients of the other tokens' arrays)``.
 
     Args:
@@ -196,19 +196,21 @@ def gradients(tokens: Tokens, before: Any, behind: Any, d_y: Any) -> tuple[Any, 
     """
     parts = tokens.size // STORED
 
-    def by_token(first: Any, step: Callable[..., Any], carry: Any, arrays: Any = None, reverse: bool = False) -> Any:
+    def by_token(
+        first: jax.Array, step: Callable[..., Any], carry: Any, arrays: Any = None, reverse: bool = False
+    ) -> Any:
         index = first + jnp.arange(STORED)
         return lax.scan(lambda carry, each: step(carry, *each), carry, (index, arrays), reverse=reverse)
 
-    def keep(h: Any, index: Any, _: Any) -> Any:
+    def keep(h: jax.Array, index: jax.Array, _: jax.Array) -> Any:
         seen, h, y = forward_step(tokens, h, index)
         d_c = jnp.sum(h * lax.dynamic_index_in_dim(d_y, index, 2, keepdims=False)[..., None], axis=3)
         return h, (seen, y, d_c)
 
-    def skip(h: Any, index: Any, _: Any) -> Any:
+    def skip(h: jax.Array, index: jax.Array, _: jax.Array) -> Any:
         return forward_step(tokens, h, index)[1], None
 
-    def back(carry: Any, index: Any, seen: Any) -> Any:
+    def back(carry: Any, index: jax.Array, seen: jax.Array) -> Any:
         mu, d_a = carry
         decay, _, u, delta, b, c, reset = tokens.token(index)
         d_h = _cotangent(mu, c, d_y, index)

@@ -87,7 +87,7 @@ class XlaSelectiveScan(Backend[SelectiveScanInputs, ScanResults, FwdParams, BwdP
         behind, d_initial = recurrence.cotangents_behind(tokens, d_y, d_last, chunks.pieces)
         y, d_c, d = recurrence.gradients(tokens, before, behind, d_y)
 
-        def merged(x: Any, of: Any) -> Any:
+        def merged(x: jax.Array, of: jax.Array) -> Any:
             return chunks.merge(x.reshape(*x.shape[:3], *of.shape[2:]))
 
         d_u = merged(d.u, inputs.u)
@@ -113,12 +113,12 @@ def _no_states(inputs: SelectiveScanInputs) -> Any:
     return varying_as(jnp.zeros((inputs.sequences, inputs.channels, inputs.state), inputs.dtype), inputs)
 
 
-def _tokens(inputs: SelectiveScanInputs, chunks: Chunks, delta: Any) -> recurrence.Tokens:
+def _tokens(inputs: SelectiveScanInputs, chunks: Chunks, delta: jax.Array) -> recurrence.Tokens:
     """The tokens by chunks, in the dtype that is computed in."""
     dtype, groups = inputs.dtype, inputs.groups
     of_group = inputs.channels if groups == 1 else inputs.channels // groups
 
-    def by_chunk(x: Any) -> Any:
+    def by_chunk(x: jax.Array) -> Any:
         found = chunks.split(x).astype(dtype)
         return found.reshape(*found.shape[:3], groups, of_group)
 
