@@ -244,10 +244,10 @@ def decoded(w: Arrays, tokens: np.ndarray, prompt: int, model: Model) -> np.ndar
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     add = functools.partial(parser.add_argument, type=int)
-    add("--steps", default=400)
+    add("--steps", default=300)
     add("--rows", default=64)
     add("--pairs", default=4, help="of a row, whose length is eight times that")
-    parser.add_argument("--rate", type=float, default=6e-3)
+    parser.add_argument("--rate", type=float, default=8e-3)
     arguments = parser.parse_args(given)
     model = Model()
     w, _ = train(model, arguments.steps, arguments.rows, arguments.pairs, arguments.rate)
