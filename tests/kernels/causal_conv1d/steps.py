@@ -44,9 +44,12 @@ def inputs_of_step(case: ConvStepCase) -> StepInputs:
     unused = [slot for slot in range(slots) if slot not in used]
     # A slot beyond the pool is none, as one before it.
     indices = jnp.where(found.state_indices < 0, slots + 3, found.state_indices)
+    pool = found.conv_pool.at[np.asarray(unused, int)].set(jnp.nan)
+    if found.write_indices is not None:
+        pool = pool.at[found.write_indices[-1]].set(1.0)  # what the row of NaN must not overwrite
     return found.replace(
         x=found.x.at[np.flatnonzero(used < 0)].set(jnp.nan),
-        conv_pool=found.conv_pool.at[np.asarray(unused, int)].set(jnp.nan),
+        conv_pool=pool,
         state_indices=indices if found.write_indices is None else found.state_indices,
     )
 
