@@ -82,7 +82,7 @@ def test_one_jitted_function_is_traced_for_each_device_and_for_this_one():
                 continue
             with tilewright.target_device(name):
                 seen.setdefault(name, []).append(custom_calls(jitted.lower(Q)))
-    assert seen == {H200: [["mosaic_gpu_v2"]] * 2, TPU: [[]] * 2, None: [[]] * 2}
+    assert seen == {H200: [["mosaic_gpu_v2"]] * 2, TPU: [["tpu_custom_call"]] * 2, None: [[]] * 2}
     x = jnp.ones(Q.shape, Q.dtype)
     assert jitted(x).shape == Q.shape  # on the CPU, as before
 

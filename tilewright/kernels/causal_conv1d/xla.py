@@ -160,7 +160,7 @@ def _beginnings(inputs: ConvInputs, x: jax.Array) -> tuple[Any, Any, Any]:
     return jnp.concatenate(both, axis=1), row[:, None], position
 
 
-def _sum_of_window(inputs: ConvInputs, window: Any) -> Any:
+def _sum_of_window(inputs: ConvInputs, window: jax.Array) -> Any:
     """The pre-activations of the tokens of ``_beginnings``, ``[sequences, width - 1, channels]``."""
     kept = inputs.width - 1
     weight = inputs.weight.astype(inputs.compute_dtype)

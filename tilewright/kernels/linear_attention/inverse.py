@@ -1,16 +1,15 @@
 """The triangular inverse of the delta rule, by chunk: a launch of a Triton kernel, for backends on GPUs."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from tilewright.kernels.linear_attention.chunks import CHUNK, ChunkTable
 from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 
 
-def chunk_inverse(key: jax.Array, beta: jax.Array, table: ChunkTable, *, dtype: Any = jnp.float32) -> jax.Array:
+def chunk_inverse(key: jax.Array, beta: jax.Array, table: ChunkTable, *, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """``(I + tril(β_i k_i · k_j, -1))⁻¹`` of each chunk and value head, ``[chunks, HV, 64, 64]``, row-major.
 
     Rows and columns behind a chunk's tokens are those of the identity. Chunks without a token are not written.

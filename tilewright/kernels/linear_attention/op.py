@@ -4,7 +4,7 @@ from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from tilewright.kernels.linear_attention.cases import CASES, LinearAttentionCase, segments
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
@@ -187,7 +187,7 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
         raise ValueError(f"value_heads must be a multiple of heads, of which there is one at least, got {shapes}")
 
 
-def _floating(name: str, value: object, dtype: Any, *shapes: tuple[int, ...]) -> Any:
+def _floating(name: str, value: object, dtype: DTypeLike, *shapes: tuple[int, ...]) -> Any:
     """A floating-point array of one of some shapes, not rounded to the dtype of the values; or None."""
     if value is None:
         return None
@@ -200,7 +200,7 @@ def _floating(name: str, value: object, dtype: Any, *shapes: tuple[int, ...]) ->
     return to_32_bit(array, dtype)
 
 
-def _state(value: object, dtype: Any, shape: tuple[int, ...]) -> Any:
+def _state(value: object, dtype: DTypeLike, shape: tuple[int, ...]) -> Any:
     """The initial states in the dtype of states; a narrower one would round them between two calls."""
     array = _floating("initial_state", value, dtype, shape)
     if array is None:

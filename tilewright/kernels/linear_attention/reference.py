@@ -51,7 +51,7 @@ def linear_attention_reference(
     return LinearAttentionResults(out, found.reshape(inputs.state_shape) if inputs.return_state else None)
 
 
-def _tokens(inputs: LinearAttentionInputs, ids: jax.Array | None, dtype: Any) -> dict[str, jax.Array]:
+def _tokens(inputs: LinearAttentionInputs, ids: jax.Array | None, dtype: DTypeLike) -> dict[str, jax.Array]:
     """The arrays that a step takes for its token, of value heads, with the factors of the state made explicit."""
 
     def token(array: jax.Array | None) -> Any:

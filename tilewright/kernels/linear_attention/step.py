@@ -155,7 +155,7 @@ class LinearAttentionStep(InferenceKernel[StepInputs, Stepped]):
         found = super().sampled(inputs, key)
         random = generator_of(key)
 
-        def slots(array: Any) -> Any:
+        def slots(array: jax.Array | None) -> Any:
             if array is None:
                 return None
             chosen = random.permutation(max(inputs.slots, array.shape[0]))[: array.shape[0]]

@@ -87,7 +87,15 @@ def associative_scan(case: SelectiveScanCase) -> Peer | str:
     if case.batch * case.length * case.channels * case.state > 1 << 31:
         return "has all states in memory, twice"
 
-    def scan(u: Any, delta: Any, a: Any, b: Any, c: Any, skip: Any = None, **options: Any) -> Any:
+    def scan(
+        u: jax.Array,
+        delta: jax.Array,
+        a: jax.Array,
+        b: jax.Array,
+        c: jax.Array,
+        skip: jax.Array | None = None,
+        **options: Any,
+    ) -> Any:
         wide = [x.astype(jnp.float32) for x in (u, delta, b, c)]
         x, step, b, c = wide
         if options.get("delta_bias") is not None:

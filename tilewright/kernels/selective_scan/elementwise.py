@@ -8,7 +8,7 @@ from tilewright.kernels.selective_scan.inputs import SelectiveScanInputs
 from tilewright.kernels.sequences import without_padding
 
 
-def steps_of(inputs: SelectiveScanInputs, ids: jax.Array, delta: jax.Array, bias: Any) -> Any:
+def steps_of(inputs: SelectiveScanInputs, ids: jax.Array, delta: jax.Array, bias: jax.Array | None) -> Any:
     """Delta as the recurrence uses it: 0, and not softplus of 0, for tokens that belong to no sequence."""
     delta = without_padding(delta, ids).astype(inputs.dtype)
     if bias is not None:

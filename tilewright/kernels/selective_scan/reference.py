@@ -26,7 +26,7 @@ def scan_reference(inputs: SelectiveScanInputs) -> tuple[Any, Any]:
         initial = jnp.zeros((inputs.sequences, channels, inputs.state), dtype)
     own = jnp.arange(batch, dtype=jnp.int32)  # the state of each row, unless a row is packed
 
-    def step(carry: Any, token: Any) -> Any:
+    def step(carry: tuple[jax.Array, jax.Array], token: tuple[jax.Array, ...]) -> Any:
         (u, delta, b, c, z), seq, reset = token
         states, h = carry
         row = own if inputs.cum_seqlens is None else jnp.maximum(seq, 0)
@@ -73,7 +73,7 @@ def _token(
     delta: jax.Array,
     b: jax.Array,
     c: jax.Array,
-    z: Any,
+    z: jax.Array | None,
 ) -> tuple[Any, Any]:
     """The output and the state after one token of each row, ``[rows, channels]`` and ``[rows, channels, state]``."""
     dtype = inputs.dtype

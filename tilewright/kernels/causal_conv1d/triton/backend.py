@@ -147,7 +147,7 @@ def _constants(shared: Any, inputs: ConvInputs, params: Params) -> dict[str, Any
     }
 
 
-def _scalars(x: jax.Array, states: Any, tiles: int) -> dict[str, int]:
+def _scalars(x: jax.Array, states: jax.Array | None, tiles: int) -> dict[str, int]:
     _, batch, length, _ = x.shape
     row_states = 1 if states is None else states.shape[1] // batch
     return {"length": length, "tiles": tiles, "batch": batch, "row_states": row_states}

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from tilewright.kernels.linear_attention.chunks import CHUNK, ChunkTable, chunk_table
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults, l2_normalized
@@ -18,7 +19,7 @@ MAX_GRADIENT_BLOCK = 64
 """Channels of keys, and channels of values of a step, in the kernel of the gradients of tokens."""
 
 
-def operand_dtype(dtype: Any) -> Any:
+def operand_dtype(dtype: DTypeLike) -> Any:
     """The dtype of operands of matmuls: float16 values are in TensorFloat-32, which has its digits and more range."""
     return jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
 
@@ -72,11 +73,11 @@ class Chunks:
             found |= {"DELTA": inputs.beta is not None}
         return found | ({"SCALE": float(inputs.scale)} if scale else {})
 
-    def struct(self, dtype: Any, *shape: int, present: bool = True) -> jax.ShapeDtypeStruct:
+    def struct(self, dtype: DTypeLike, *shape: int, present: bool = True) -> jax.ShapeDtypeStruct:
         """Shape and dtype of an output; without elements if it is not ``present``."""
         return jax.ShapeDtypeStruct(shape if present else (0,), dtype)
 
-    def states(self, dtype: Any) -> jax.ShapeDtypeStruct:
+    def states(self, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         inputs = self.inputs
         return self.struct(dtype, self.table.num_chunks, inputs.value_heads, inputs.key_dim, inputs.value_dim)
 

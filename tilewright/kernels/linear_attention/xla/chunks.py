@@ -72,7 +72,7 @@ def _entering(added: jax.Array, first: jax.Array | None, layout: Layout) -> jax.
 
 
 def _final(
-    maps: Maps, added: jax.Array, states: jax.Array, first: jax.Array | None, layout: Layout, precision: Any
+    maps: Maps, added: jax.Array, states: jax.Array, first: jax.Array | None, layout: Layout, precision: lax.Precision
 ) -> jax.Array:
     """The states behind the last chunks of sequences."""
     if layout.last is None:
@@ -107,7 +107,7 @@ class _Chunk:
     keep: jax.Array | None
 
     @property
-    def precision(self) -> Any:
+    def precision(self) -> lax.Precision:
         return self.gate.precision
 
     @classmethod
@@ -116,7 +116,7 @@ class _Chunk:
         # TensorFloat-32 holds what 16 bits do, and is rounded less than results in 16 bits are.
         precision = lax.Precision.HIGH if inputs.value.dtype.itemsize < 4 else lax.Precision.HIGHEST
 
-        def chunked(tokens: Any) -> Any:
+        def chunked(tokens: jax.Array | None) -> Any:
             return None if tokens is None else jnp.moveaxis(layout.chunked(tokens).astype(dtype), 3, 2)
 
         query, key = chunked(inputs.query), chunked(inputs.key)

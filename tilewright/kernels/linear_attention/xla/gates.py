@@ -7,7 +7,8 @@ masked before the exponential. What a token's factors are computed from are its 
 import abc
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ class Sums(NamedTuple):
         whole = lax.stop_gradient(jnp.round(log_decay))
         return cls(jnp.cumsum(whole, axis=axis), jnp.cumsum(log_decay - whole, axis=axis))
 
-    def map(self, function: Any) -> "Sums":
+    def map(self, function: Callable[[jax.Array], jax.Array]) -> "Sums":
         return Sums(function(self.whole), function(self.rest))
 
     def minus(self, other: "Sums") -> jax.Array:
@@ -57,10 +58,10 @@ class Gate(abc.ABC):
 
     sums: Sums
     begun: jax.Array | None
-    precision: Any
+    precision: lax.Precision
 
     @classmethod
-    def of(cls, log_decay: jax.Array, axis: int, begun: jax.Array | None, precision: Any) -> Self:
+    def of(cls, log_decay: jax.Array, axis: int, begun: jax.Array | None, precision: lax.Precision) -> Self:
         log_decay = jnp.maximum(log_decay, MIN_LOG_DECAY)
         return cls(Sums.of(log_decay, axis), begun, precision)
 
@@ -183,7 +184,7 @@ def _shifted(sums: jax.Array, axis: int) -> jax.Array:
 
 
 def _channel_scores(
-    x: jax.Array, y: jax.Array, rows: Sums, columns: Sums, *, strict: bool, precision: Any
+    x: jax.Array, y: jax.Array, rows: Sums, columns: Sums, *, strict: bool, precision: lax.Precision
 ) -> jax.Array:
     """The scores of ``ChannelGate`` for decays that may be of any strength.
 

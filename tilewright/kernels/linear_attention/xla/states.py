@@ -30,7 +30,7 @@ class Maps:
     removed: jax.Array | None
     keep: jax.Array | None
 
-    def apply(self, states: jax.Array, precision: Any, *, transposed: bool = False) -> Any:
+    def apply(self, states: jax.Array, precision: lax.Precision, *, transposed: bool = False) -> Any:
         """The maps of states ``[..., K, V]``; D is applied by itself, so that it is not rounded as operands are."""
         found = self.decay * states
         if self.removed is not None:
@@ -40,7 +40,7 @@ class Maps:
         return found if self.keep is None else jnp.where(self.keep, found, 0)
 
 
-def states_before(maps: Maps, added: jax.Array, segment: int, precision: Any) -> jax.Array:
+def states_before(maps: Maps, added: jax.Array, segment: int, precision: lax.Precision) -> jax.Array:
     """``[chunks, ..., K, V]``: X₀ = added₀ and X₊ = map(X) + added₊.
 
     With ``segment`` > 1, which divides the number of chunks, the segments of that many chunks run at the same time: at
@@ -63,7 +63,7 @@ def states_before(maps: Maps, added: jax.Array, segment: int, precision: Any) ->
     return found
 
 
-def _solved(maps: Maps, added: jax.Array, segment: int, precision: Any, *, reverse: bool) -> jax.Array:
+def _solved(maps: Maps, added: jax.Array, segment: int, precision: lax.Precision, *, reverse: bool) -> jax.Array:
     """The states, or for cotangents of states those of what was added, from the last chunk to the first."""
     maps, added = jax.tree.map(lax.stop_gradient, (maps, added))
 
@@ -82,11 +82,11 @@ def _solved(maps: Maps, added: jax.Array, segment: int, precision: Any, *, rever
 
 
 def _run(
-    maps: Maps, added: jax.Array, entry: jax.Array, precision: Any, *, reverse: bool, keeps: bool
+    maps: Maps, added: jax.Array, entry: jax.Array, precision: lax.Precision, *, reverse: bool, keeps: bool
 ) -> tuple[Any, jax.Array]:
     """The states ``[steps, ...]`` of a chain, if they are kept, and what flows out of its end."""
 
-    def step(at: Any, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+    def step(at: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
         kept, entering = carry
         here: Maps = jax.tree.map(lambda x: _at(x, at), maps)
         if reverse:
@@ -109,7 +109,7 @@ def _composed(maps: Maps, key_dim: int) -> Maps:
     leading = maps.decay.shape[1:-2]
     unit = jnp.broadcast_to(jnp.eye(key_dim, dtype=maps.decay.dtype), (*leading, key_dim, key_dim))
 
-    def step(at: Any, product: jax.Array) -> Any:
+    def step(at: jax.Array, product: jax.Array) -> Any:
         here: Maps = jax.tree.map(lambda x: _at(x, at), maps)
         return here.apply(product, lax.Precision.HIGHEST)
 
@@ -120,7 +120,7 @@ def _composed(maps: Maps, key_dim: int) -> Maps:
 def _entries(whole: Maps, out: jax.Array, *, reverse: bool) -> jax.Array:
     """The states that flow into segments, from those that flow out of each if nothing flows in."""
 
-    def step(at: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def step(at: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         entries, entering = carry
         entries = lax.dynamic_update_index_in_dim(entries, entering, at, 0)
         here: Maps = jax.tree.map(lambda x: _at(x, at), whole)
@@ -132,11 +132,11 @@ def _entries(whole: Maps, out: jax.Array, *, reverse: bool) -> jax.Array:
     return entries
 
 
-def _at(x: jax.Array, index: Any) -> jax.Array:
+def _at(x: jax.Array, index: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
 
 
-def _loop(step: Callable[[Any, Any], Any], carry: Any, count: Any, operands: Any, *, reverse: bool) -> Any:
+def _loop(step: Callable[[Any, Any], Any], carry: Any, count: int, operands: Any, *, reverse: bool) -> Any:
     """``carry`` after a step for each index, which has 32 bits, unlike that of a ``scan`` with ``jax_enable_x64``."""
     carry = vary_over(varying_axes((carry, operands)), carry)
     if not is_symbolic(count) and count <= UNROLLED_STEPS:

@@ -1,7 +1,5 @@
 """Block triangular matrices ``[..., n, n]``, n a power of two: put together from blocks, and inverted."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -46,7 +44,7 @@ def inverse(strict: jax.Array) -> jax.Array:
 
 
 @inverse.defjvp
-def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     found = inverse(*primals)
     change = jnp.tril(tangents[0], -1)
     return found, -_product(_product(found, change), found)

@@ -108,7 +108,7 @@ class _Launches:
             "has_marks": self.marks is not None,
         }
 
-    def given(self, *arrays: Any) -> list[Any]:
+    def given(self, *arrays: jax.Array | None) -> list[Any]:
         """The arrays, with a stand-in for those that are not given."""
         absent = jnp.zeros((0,), jnp.float32)
         return [absent if x is None else x for x in arrays]
@@ -132,7 +132,7 @@ class _Launches:
             num_warps=self.params.num_warps,
         )
 
-    def of_empty(self, states: Any, instead: Any) -> Any:
+    def of_empty(self, states: jax.Array, instead: jax.Array | None) -> Any:
         """States of sequences, of which no piece writes those of empty ones."""
         if self.inputs.cum_seqlens is None:
             return states

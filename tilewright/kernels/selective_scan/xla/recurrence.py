@@ -70,7 +70,7 @@ class Tokens:
         return factor, None if self.reset is None else jnp.any(self.reset, axis=2)
 
 
-def unless(condition: Any, states: jax.Array) -> Any:
+def unless(condition: jax.Array, states: jax.Array) -> Any:
     """Zeros where a condition of chunks holds, and not a product with zero, which would keep NaN and infinities."""
     if condition is None:
         return states
