@@ -85,6 +85,14 @@ def test_results(backend: Any, machine: Any, case: SelectiveScanStepCase):
 
 
 @every_backend
+def test_states_are_wider_than_tokens(backend: Any, machine: Any):
+    args, options = dataclasses.replace(BASE, dtype="bfloat16", state_dtype="float32").arguments()
+    inputs = OP.prepare(*args, **options)
+    assert (inputs.u.dtype, inputs.state_pool.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(run(backend, machine, inputs)["pool"], wanted(inputs)["pool"], rtol=1e-5, atol=1e-6)
+
+
+@every_backend
 def test_padding_writes_nothing(backend: Any, machine: Any):
     """Rows without a slot, with anything in them, and rows whose state is to be written nowhere."""
     args, options = dataclasses.replace(BASE, slots=6).arguments()

@@ -21,6 +21,8 @@ Transposed products are computed as such: the transpose of an accumulator never 
 import triton
 import triton.language as tl
 
+from tilewright.kernels.linear_attention.triton.forward_kernels import solved
+
 SIZE = tl.constexpr(64)
 
 
@@ -108,7 +110,7 @@ def state_gradients(
             solve = tl.trans(tl.load(inverse + place * (SIZE * SIZE) + i[:, None] * SIZE + i[None, :])).to(tl.float32)
             if GATE:
                 solve *= tl.exp2(tl.where(later, sums[None, :] - sums[:, None], 0.0))
-            update = tl.dot(solve.to(operand), update.to(operand), input_precision=PRECISION)
+            update = solved(solve, update, operand, PRECISION)
             erased = -tl.load(beta + first * HV + head + i * HV, inside, other=0.0).to(tl.float32)
             if GATE:
                 erased *= tl.exp2(sums)

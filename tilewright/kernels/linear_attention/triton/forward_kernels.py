@@ -41,6 +41,19 @@ def chunk_gates(log_decay, chunks, gamma, HV: tl.constexpr, BLOCK_H: tl.constexp
 
 
 @triton.jit
+def solved(solve, rest, operand: tl.constexpr, PRECISION: tl.constexpr):
+    """``solve @ rest``, where rounding ``solve`` once to 16 bits would cost what keys that are alike leave of R.
+
+    With equal keys and β = 2 the error of U is 8 times as large without the second part.
+    """
+    high, narrow = solve.to(operand), rest.to(operand)
+    found = tl.dot(high, narrow, input_precision=PRECISION)
+    if operand != tl.float32:
+        found = tl.dot((solve - high.to(tl.float32)).to(operand), narrow, found, input_precision=PRECISION)
+    return found
+
+
+@triton.jit
 def chunk_states(
     key, value, beta, inverse, gamma, initial, chunks, sequences, states, updates, final,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -80,8 +93,7 @@ def chunk_states(
                 expected *= tl.exp2(sums)[:, None]
                 solve *= tl.exp2(tl.where(causal, sums[:, None] - sums[None, :], 0.0))
             strength = tl.load(beta + first * HV + head + i * HV, inside, other=0.0).to(tl.float32)
-            update = strength[:, None] * (update - expected)
-            update = tl.dot(solve.to(operand), update.to(operand), input_precision=PRECISION)
+            update = solved(solve, strength[:, None] * (update - expected), operand, PRECISION)
             tl.store(updates + (first * HV + head) * V + of_value, update.to(operand), value_inside)
         if GATE:
             update *= tl.exp2(last - sums)[:, None]
