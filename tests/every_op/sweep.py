@@ -264,7 +264,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "value_heads must be a multiple of heads",
         lambda c: hasattr(c, "value_heads") and (c.value_heads or c.heads) % c.heads != 0,
     ),
-    Refusal(ValueError, "a step has up to 8 tokens", lambda c: (getattr(c, "tokens", 0) or 0) > 8),
+    Refusal(
+        ValueError, "a step has up to 8 tokens", lambda c: hasattr(c, "slots") and (getattr(c, "tokens", 0) or 0) > 8
+    ),
     Refusal(
         ValueError,
         "must have a matrix for each",
