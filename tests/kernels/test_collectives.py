@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 from tilewright.kernels import OPS
 from tilewright.modules import (
     all_gather_matmul,
+    causal_conv1d,
+    causal_conv1d_step,
     context_parallel_attention,
     context_parallel_mla_decode,
     context_parallel_page_attention,
@@ -236,6 +238,13 @@ CALLS = {
     ),
     "`gated_grouped_matmul` | groups": Split(
         gated_grouped_matmul, (((16, 8), P()), *[((8, 8, 4), P("s"))] * 2), AxisType.Explicit, integers=((8,),)
+    ),
+    "`causal_conv1d` | rows": Split(causal_conv1d, (((4, 8, 8), P("s")), ((8, 4), P())), AxisType.Explicit),
+    "`causal_conv1d` | channels": Split(
+        causal_conv1d, (((4, 8, 8), P(None, None, "s")), ((8, 4), P("s"))), AxisType.Explicit
+    ),
+    "`causal_conv1d_step` | channels": Split(
+        causal_conv1d_step, (((4, 8), ROWS), ((4, 8, 3), ROWS), ((8, 4), P("s"))), AxisType.Explicit, inference=True
     ),
     "`linear_attention` | batch": Split(linear_attention, (((4, 8, 4, 4), P("s")),) * 3, AxisType.Explicit),
     "`linear_attention` | heads": Split(linear_attention, (((4, 8, 4, 4), P(None, None, "s")),) * 3, AxisType.Explicit),

@@ -103,6 +103,21 @@ def test_segments_are_what_packed_sequences_are():
     np.testing.assert_allclose(jnp.concatenate(alone, axis=1), packed, rtol=2e-5, atol=2e-5)
 
 
+def test_a_packed_row_without_tokens():
+    """Its sequences keep their states, whose gradients pass through."""
+    inputs = small("", length=0, cum=(0, 0, 0), **BOTH).inputs()
+    first = inputs.initial_state
+
+    def states(first: Any) -> Any:
+        tokens = inputs.u, inputs.delta, inputs.A, inputs.B, inputs.C
+        return selective_scan(*tokens, cum_seqlens=inputs.cum_seqlens, initial_state=first, return_state=True)[1]
+
+    np.testing.assert_array_equal(states(first), first)
+    np.testing.assert_array_equal(
+        jax.grad(lambda first: jnp.sum(states(first) * 3.0))(first), jnp.full_like(first, 3.0)
+    )
+
+
 def test_equal_groups_are_one():
     inputs = small("", channels=6, groups=2).inputs()
     floats = {name: getattr(inputs, name) for name in inputs.gradients}

@@ -30,6 +30,8 @@ class Chunks:
         if self.pieces is None:
             x = jnp.pad(x, [(0, 0), (0, chunks * size - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
             return x.reshape(x.shape[0], chunks, size, *x.shape[2:])
+        if self.inputs.length == 0:  # sequences without tokens, from which nothing can be taken
+            return jnp.zeros((1, chunks, size, *x.shape[2:]), x.dtype)
         offset = jnp.arange(size, dtype=jnp.int32)
         index = self.pieces.start[:, None] + offset
         found = jnp.take(x[0], index, axis=0, mode="fill", fill_value=0)
