@@ -11,7 +11,7 @@ PADDING = -1
 """The sequence of a token that belongs to none."""
 
 COMPARED = 512
-"""Up to so many sequences each token is compared with all of them, in one kernel; a binary search is a loop of some."""
+"""Up to so many numbers each value is compared with all of them, in one kernel; a binary search is a loop of some."""
 
 
 def sequence_arrays(
@@ -64,8 +64,7 @@ def sequence_ids(
     """
     position = jnp.arange(length, dtype=jnp.int32)
     if cum_seqlens is not None:
-        method = "compare_all" if cum_seqlens.shape[0] <= COMPARED else "scan"
-        found = jnp.searchsorted(cum_seqlens, position, side="right", method=method).astype(jnp.int32) - 1
+        found = number_up_to(cum_seqlens, position) - 1
         inside = (position >= cum_seqlens[0]) & (position < cum_seqlens[-1])
         return jnp.where(inside, found, PADDING)[None]
     if segment_ids is not None:
@@ -75,6 +74,12 @@ def sequence_ids(
     if seq_lengths is not None:
         return jnp.where(position < seq_lengths[:, None], 0, PADDING)
     return None
+
+
+def number_up_to(ascending: jax.Array, values: jax.Array) -> jax.Array:
+    """How many of ascending numbers, such as where sequences begin, are at most each of some values, as int32."""
+    method = "compare_all" if ascending.shape[0] <= COMPARED else "scan"
+    return jnp.searchsorted(ascending, values, side="right", method=method).astype(jnp.int32)
 
 
 def begins(ids: jax.Array) -> jax.Array:

@@ -43,6 +43,14 @@ def read_states(pool: jax.Array, indices: jax.Array | None) -> jax.Array:
     return pool if indices is None else jnp.take(pool, indices, axis=0, mode="clip")
 
 
+def slots_to_write(state_indices: jax.Array | None, write_indices: jax.Array | None, slots: int) -> jax.Array | None:
+    """The slot of each row's new state: −1 for a row without a state to read, None if row i has slot i."""
+    found = state_indices if write_indices is None else write_indices
+    if state_indices is None or found is None:
+        return found
+    return jnp.where(exists(state_indices, slots), found, -1)
+
+
 def write_states(pool: jax.Array, indices: jax.Array | None, states: jax.Array) -> Any:
     """The pool with new states; rows without a slot are dropped, and of two with the same slot one stays."""
     states = states.astype(pool.dtype)

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from tilewright.kernels.causal_conv1d.inputs import ConvInputs, ConvResults, StepInputs, final_state
 from tilewright.kernels.sequences import PADDING, begins, without_padding
-from tilewright.kernels.state_pools import exists, read_states, write_states
+from tilewright.kernels.state_pools import exists, read_states, slots_to_write, write_states
 
 
 def activated(x: jax.Array, activation: str | None) -> Any:
@@ -58,8 +58,8 @@ def step_reference(inputs: StepInputs) -> tuple[Any, Any]:
     if inputs.bias is not None:
         total = total + inputs.bias[:, None].astype(dtype)
     y = activated(total, inputs.activation).swapaxes(1, 2).astype(inputs.x.dtype)
-    write: Any = inputs.state_indices if inputs.write_indices is None else inputs.write_indices
+    slots = inputs.conv_pool.shape[0]
     if inputs.state_indices is not None:
-        used = exists(inputs.state_indices, inputs.conv_pool.shape[0])
-        y, write = jnp.where(used[:, None, None], y, 0), jnp.where(used, write, PADDING)
+        y = jnp.where(exists(inputs.state_indices, slots)[:, None, None], y, 0)
+    write = slots_to_write(inputs.state_indices, inputs.write_indices, slots)
     return y, write_states(inputs.conv_pool, write, window[:, :, tokens:])

@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from tilewright.kernels.sequences import number_up_to
+
 CHUNK = 64
 """Tokens of a chunk: the rows of a matmul of a warpgroup."""
 
@@ -65,7 +67,7 @@ def _packed(length: int, cum_seqlens: jax.Array) -> ChunkTable:
     last = jnp.cumsum(per_sequence, dtype=jnp.int32)
     first = last - per_sequence
     chunk = jnp.arange((length + (CHUNK - 1) * (count + 2)) // CHUNK, dtype=jnp.int32)
-    owner = jnp.minimum(jnp.searchsorted(last, chunk, side="right").astype(jnp.int32), count + 1)
+    owner = jnp.minimum(number_up_to(last, chunk), count + 1)
     begin = CHUNK * (chunk - first[owner])
     # A spare chunk lies beyond the rows of its owner, and so has none.
     rows = jnp.clip(lengths[owner] - begin, 0, CHUNK)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int32
 
 from tilewright.kernels.linear_attention.inputs import GateKind, l2_normalized
 from tilewright.kernels.op.inputs import OpInputs, static
-from tilewright.kernels.state_pools import exists, read_states, write_states
+from tilewright.kernels.state_pools import exists, read_states, slots_to_write, write_states
 
 MAX_TOKENS = 8
 """Tokens of one step: more of them are a prompt, which is read in chunks."""
@@ -143,11 +143,9 @@ def read(inputs: StepInputs) -> jax.Array:
 
 def stepped(inputs: StepInputs, out: jax.Array, states: jax.Array) -> Stepped:
     """The results, from outputs and states of every row: without a slot to read there is no output and no write."""
-    write = inputs.write_indices
     if inputs.state_indices is not None:
-        has_state = exists(inputs.state_indices, inputs.slots)
-        out = jnp.where(has_state[:, None, None, None], out, 0)
-        write = jnp.where(has_state, inputs.state_indices if write is None else write, -1)
+        out = jnp.where(exists(inputs.state_indices, inputs.slots)[:, None, None, None], out, 0)
+    write = slots_to_write(inputs.state_indices, inputs.write_indices, inputs.slots)
     pool = write_states(inputs.state_pool, write, in_pool(inputs, states))
     return out.astype(inputs.value.dtype), pool
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from tilewright.kernels.op.inputs import OpInputs, static
-from tilewright.kernels.sequences import num_sequences, sequence_ids
+from tilewright.kernels.sequences import num_sequences, number_up_to, sequence_ids
 
 CHUNK = 64
 """Tokens of a chunk: the backward pass gets the state before each, N / 64 float32 for each element of u."""
@@ -145,7 +145,7 @@ def pieces_of(inputs: SelectiveScanInputs, size: int) -> Pieces:
     ends = jnp.cumsum(pieces, dtype=jnp.int32)
     begins = ends - pieces
     index = jnp.arange(count, dtype=jnp.int32)
-    ranges = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+    ranges = number_up_to(ends, index)
     inside = jnp.minimum(ranges, pieces.shape[0] - 1)
     start = edges[inside] + (index - begins[inside]) * size
     used = index < ends[-1]

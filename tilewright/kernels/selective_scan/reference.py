@@ -8,7 +8,7 @@ from jax import lax
 
 from tilewright.kernels.selective_scan.inputs import SelectiveScanInputs, SelectiveScanStepInputs
 from tilewright.kernels.sequences import PADDING, begins
-from tilewright.kernels.state_pools import exists, read_states, write_states
+from tilewright.kernels.state_pools import exists, read_states, slots_to_write, write_states
 
 
 def scan_reference(inputs: SelectiveScanInputs) -> tuple[Any, Any]:
@@ -55,15 +55,11 @@ def step_reference(inputs: SelectiveScanStepInputs) -> tuple[Any, Any]:
     """``(out, pool)``, out in float32 or float64, the pool in its dtype."""
     before = read_states(inputs.state_pool, inputs.state_indices).astype(inputs.dtype)
     y, after = _token(inputs, before, inputs.u, inputs.delta, inputs.B, inputs.C, inputs.z)
-    target = inputs.state_indices
+    slots = inputs.state_pool.shape[0]
     if inputs.state_indices is not None:
-        there = exists(inputs.state_indices, inputs.state_pool.shape[0])
-        y = jnp.where(there[:, None], y, 0)
-    if inputs.write_indices is not None:
-        target = inputs.write_indices
-        if inputs.state_indices is not None:
-            target = jnp.where(there, target, -1)
-    return y, write_states(inputs.state_pool, target, after)
+        y = jnp.where(exists(inputs.state_indices, slots)[:, None], y, 0)
+    write = slots_to_write(inputs.state_indices, inputs.write_indices, slots)
+    return y, write_states(inputs.state_pool, write, after)
 
 
 def _token(

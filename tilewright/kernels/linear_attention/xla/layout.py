@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
 from tilewright.kernels.linear_attention.xla.params import XlaLinearAttentionParams
-from tilewright.kernels.sequences import PADDING, begins, sequence_ids, without_padding
+from tilewright.kernels.sequences import PADDING, begins, number_up_to, sequence_ids, without_padding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +50,8 @@ class Layout:
         lengths = jnp.maximum(cum[1:] - cum[:-1], 0)
         ends = jnp.cumsum((lengths + segment - 1) // segment, dtype=jnp.int32)  # of sequences, in segments
         starts = jnp.pad(ends[:-1], (1, 0))
-        # Compared with all, in one kernel: a binary search is a loop.
         numbers = jnp.arange(segments, dtype=jnp.int32)
-        sequence = jnp.searchsorted(ends, numbers, side="right", method="compare_all").astype(jnp.int32)
+        sequence = number_up_to(ends, numbers)
         known = jnp.minimum(sequence, inputs.sequences - 1)
         within = (numbers - starts[known])[:, None] * segment
         within = within + jnp.arange(segment, dtype=jnp.int32)

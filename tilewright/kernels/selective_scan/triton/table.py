@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from tilewright.kernels.selective_scan.inputs import SelectiveScanInputs, num_pieces, pieces_of
-from tilewright.kernels.sequences import PADDING, begins
+from tilewright.kernels.sequences import PADDING, begins, number_up_to
 
 MARK_RESET, MARK_PADDING = 1, 2
 
@@ -32,7 +32,7 @@ def table_of(inputs: SelectiveScanInputs, size: int, marks: Any) -> Any:
             pieces.sequence,
             jnp.where(is_sequence, pieces.first, index),
             jnp.where(is_sequence, last_of[pieces.sequence], index),
-            jnp.searchsorted(chunks.start, pieces.start, side="right").astype(jnp.int32) - 1,
+            number_up_to(chunks.start, pieces.start) - 1,
             jnp.zeros_like(index),
         )
         return jnp.stack(columns, axis=1)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.selective_scan.inputs import Pieces, SelectiveScanInputs, pieces_of
-from tilewright.kernels.sequences import begins, without_padding
+from tilewright.kernels.sequences import begins, number_up_to, without_padding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Chunks:
             return without_padding(flat[:, :length], self.ids)
         starts, position = self.pieces.start, jnp.arange(length, dtype=jnp.int32)
         # Chunks without tokens start behind the last token.
-        chunk = jnp.searchsorted(starts, position, side="right").astype(jnp.int32) - 1
+        chunk = number_up_to(starts, position) - 1
         index = chunk * self.inputs.chunk + position - starts[chunk]
         return without_padding(jnp.take(flat, index, axis=1, mode="clip"), self.ids)
 
