@@ -77,7 +77,7 @@ def sequence_ids(
 
 
 def number_up_to(ascending: jax.Array, values: jax.Array) -> jax.Array:
-    """How many of ascending numbers, such as where sequences begin, are at most each of some values, as int32."""
+    """Counts, as int32, the ascending numbers, such as where sequences begin, that are at most each of some values."""
     method = "compare_all" if ascending.shape[0] <= COMPARED else "scan"
     return jnp.searchsorted(ascending, values, side="right", method=method).astype(jnp.int32)
 

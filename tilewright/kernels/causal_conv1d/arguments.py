@@ -68,7 +68,7 @@ def state_array(name: str, array: ArrayLike, shape: tuple[Any, ...], layout: str
 
 
 def partitioning_of(
-    inputs: OpInputs, layouts: Mapping[str, str], results: Any, split: str, rooms: str
+    inputs: OpInputs, layouts: Mapping[str, str], results: Any, split: str, allowed: str
 ) -> Partitioning | None:
     """The split over explicit axes that the arrays' types imply.
 
@@ -76,7 +76,7 @@ def partitioning_of(
       layouts: the dimensions of each array, a letter for each.
       results: the same, in place of each array of the results.
       split: the letters that may be split.
-      rooms: what these are, for errors.
+      allowed: what these are, for errors.
 
     Raises:
       ValueError: another dimension is split, or one in two ways.
@@ -93,7 +93,7 @@ def partitioning_of(
                 continue
             if letter not in split or found.setdefault(letter, axes) != axes:
                 raise ValueError(
-                    f"the arrays can be split by {rooms} alone, and alike ({described}); reshard {name} first"
+                    f"the arrays can be split by {allowed} alone, and alike ({described}); reshard {name} first"
                 )
 
     def spec(layout: str) -> PartitionSpec:

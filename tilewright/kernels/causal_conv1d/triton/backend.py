@@ -27,6 +27,7 @@ from tilewright.kernels.causal_conv1d.triton.params import (
 )
 from tilewright.kernels.op.backend import Backend, InferenceBackend
 from tilewright.kernels.op.choice import Platform
+from tilewright.kernels.sequential import run_with_sequential_vmap
 from tilewright.kernels.triton import launch, unavailable
 from tilewright.kernels.triton.batching import over_batch
 from tilewright.ops.types import Device, Direction
@@ -232,14 +233,8 @@ class TritonConvStep(InferenceBackend[StepInputs, tuple[Any, Any], ConvStepParam
         return step_params(inputs)
 
     def forward(self, inputs: StepInputs, params: ConvStepParams) -> tuple[Any, Any]:
-        leaves, tree = jax.tree.flatten(inputs)
-
         # One after another: each call of a vmap has a pool of its own.
-        @jax.custom_batching.sequential_vmap
-        def each(*leaves: jax.Array) -> tuple[Any, Any]:
-            return _step(jax.tree.unflatten(tree, leaves), params)
-
-        return each(*leaves)
+        return run_with_sequential_vmap(lambda inputs: _step(inputs, params), inputs)
 
 
 def _step(inputs: StepInputs, params: ConvStepParams) -> tuple[Any, Any]:

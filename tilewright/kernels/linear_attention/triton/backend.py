@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-import jax
-
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
 from tilewright.kernels.linear_attention.triton import calls
 from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, footprints, listed_params
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.op.footprint import Footprint, launch_reasons
+from tilewright.kernels.sequential import run_with_sequential_vmap
 from tilewright.kernels.triton import unavailable
 from tilewright.ops.types import Device, Direction
 
@@ -84,10 +83,7 @@ class TritonLinearAttention(
         return footprints(inputs, device, direction, params)
 
     def forward(self, inputs: LinearAttentionInputs, params: TritonLinearAttentionParams) -> LinearAttentionResults:
-        # One mapped call after another: the kernels have no axis for them.
-        run = jax.custom_batching.sequential_vmap(lambda inputs: calls.forward(inputs, params))
-        found: LinearAttentionResults = run(inputs)
-        return found
+        return run_with_sequential_vmap(lambda inputs: calls.forward(inputs, params), inputs)
 
     def backward(
         self,
@@ -96,6 +92,4 @@ class TritonLinearAttention(
         cotangents: LinearAttentionResults,
         params: TritonLinearAttentionParams,
     ) -> dict[str, Any]:
-        run = jax.custom_batching.sequential_vmap(lambda inputs, cotangents: calls.backward(inputs, cotangents, params))
-        found: dict[str, Any] = run(inputs, cotangents)
-        return found
+        return run_with_sequential_vmap(lambda given: calls.backward(*given, params), (inputs, cotangents))

@@ -1,6 +1,6 @@
 """The Triton backend of the selective scan, on NVIDIA GPUs: states in registers, every token read once."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import jax
@@ -17,6 +17,7 @@ from tilewright.kernels.selective_scan.triton.params import (
     piece_size,
 )
 from tilewright.kernels.selective_scan.triton.table import marks_of, table_of
+from tilewright.kernels.sequential import run_with_sequential_vmap
 from tilewright.kernels.triton import launch, unavailable
 from tilewright.kernels.triton.limits import power_of_two
 from tilewright.ops.types import Device, Direction
@@ -62,26 +63,15 @@ class TritonSelectiveScan(Backend[SelectiveScanInputs, ScanResults, ScanParams, 
         return candidates(inputs, device, BLOCK_T[direction])
 
     def forward(self, inputs: SelectiveScanInputs, params: ScanParams) -> ScanResults:
-        return _one_by_one(lambda each: _forward(each, params), inputs)
+        return run_with_sequential_vmap(lambda each: _forward(each, params), inputs)
 
     def backward(
         self, inputs: SelectiveScanInputs, results: ScanResults, cotangents: ScanResults, params: ScanParams
     ) -> dict[str, Any]:
-        found: dict[str, Any] = _one_by_one(
+        found: dict[str, Any] = run_with_sequential_vmap(
             lambda each: _backward(each[0], each[1], each[2], params), (inputs, results, cotangents)
         )
         return {name: found[name].astype(struct.dtype) for name, struct in inputs.gradients.items()}
-
-
-def _one_by_one(call: Callable[[Any], Any], operands: Any) -> Any:
-    """``call(operands)``; under ``vmap`` a call after the other, each of which fills the device."""
-    leaves, tree = jax.tree.flatten(operands)
-
-    @jax.custom_batching.sequential_vmap
-    def each(*leaves: jax.Array) -> Any:
-        return call(jax.tree.unflatten(tree, leaves))
-
-    return each(*leaves)
 
 
 class _Launches:

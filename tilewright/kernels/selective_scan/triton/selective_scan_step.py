@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from tilewright.kernels.op.backend import InferenceBackend
 from tilewright.kernels.op.choice import Platform
 from tilewright.kernels.selective_scan.inputs import SelectiveScanStepInputs
+from tilewright.kernels.sequential import run_with_sequential_vmap
 from tilewright.kernels.triton import launch, unavailable
 from tilewright.kernels.triton.limits import power_of_two
 from tilewright.ops.types import Device, Direction
@@ -53,13 +54,7 @@ class TritonSelectiveScanStep(InferenceBackend[SelectiveScanStepInputs, Stepped,
         return [FwdParams(num_warps=warps) for warps in (WARPS, 2, 1, 8)]
 
     def forward(self, inputs: SelectiveScanStepInputs, params: FwdParams) -> Stepped:
-        leaves, tree = jax.tree.flatten(inputs)
-
-        @jax.custom_batching.sequential_vmap
-        def each(*leaves: jax.Array) -> Stepped:
-            return _run(jax.tree.unflatten(tree, leaves), params.num_warps or WARPS)
-
-        return each(*leaves)
+        return run_with_sequential_vmap(lambda inputs: _run(inputs, params.num_warps or WARPS), inputs)
 
 
 def _run(inputs: SelectiveScanStepInputs, num_warps: int) -> Stepped:
