@@ -21,6 +21,8 @@ from tilewright.kernels.flash_attention.cases import HOPPER_CASES, AttentionCase
 from tilewright.kernels.flash_attention.hopper.backend import PallasGpuFlashAttention
 from tilewright.kernels.flash_attention.hopper.params import HopperBackwardParams
 from tilewright.kernels.flash_attention.triton.backend import TritonFlashAttention
+from tilewright.kernels.linear_attention.cases import LinearAttentionCase
+from tilewright.kernels.linear_attention.hopper.backend import HopperLinearAttention
 from tilewright.kernels.linear_attention.op import LinearAttention
 from tilewright.kernels.linear_attention.triton.backend import TritonLinearAttention
 from tilewright.kernels.linear_cross_entropy.cases import LinearCrossEntropyCase
@@ -408,11 +410,24 @@ ROUTERS = TopKRouter.cases.by_device["gpu"] | variants(
     },
 )
 
-# Linear attention in Triton.
+# Linear attention in Triton and on Hopper.
 
 RECURRENCES = {
     name: case for name, case in LinearAttention.cases.by_device["gpu"].items() if case.gate in ("head", "token")
 }
+HOPPER_RECURRENCES = variants(
+    LinearAttentionCase("", batch=2, length=4096, heads=4, key_dim=128, value_heads=8, dtype="bfloat16", state=True),
+    {
+        "gated delta rule": {"qk_l2norm": True},
+        "gated delta rule, packed": {"qk_l2norm": True, "batch": 1, "sequences": "cum_seqlens"},
+        "delta rule, lengths": {"gate": "none", "sequences": "seq_lengths"},
+        "narrow": {"key_dim": 64, "value_dim": 64},
+        "three blocks": {"value_dim": 192, "gate": "head"},
+        "ssd": {"update": "add", "heads": 1, "value_heads": 80, "value_dim": 64},
+        "retention": {"update": "add", "gate": "head", "value_heads": 4, "state": False},
+    },
+)
+
 # The causal convolution in Triton.
 
 CONVOLUTIONS = CausalConv1d.cases.by_device["gpu"] | variants(
@@ -649,6 +664,7 @@ EVERY = (
     Shipped("top_k_router", TritonRouter(), ROUTERS, EVERY_CARD, tuned=("qwen3", "odd groups")),
     # A few of the accumulators that the gradients of tokens sum over value heads, once for each of these.
     Shipped("linear_attention", TritonLinearAttention(), RECURRENCES, tuned=(), spills=lambda _: 128),
+    Shipped("linear_attention", HopperLinearAttention(), HOPPER_RECURRENCES, directions=("forward",), tuned=()),
     Shipped("causal_conv1d", TritonConv(), CONVOLUTIONS, EVERY_CARD, tuned=("gdn_32k", "states")),
     Shipped("causal_conv1d_step", TritonConvStep(), CausalConv1dStep.cases.by_device["gpu"], EVERY_CARD, ("forward",)),
     Shipped("selective_scan", TritonSelectiveScan(), SCANS, tuned=()),

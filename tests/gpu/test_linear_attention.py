@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.linear_attention.conformance import LinearAttentionConformance, inputs_of
+from tests.kernels.conformance import Found
+from tests.kernels.linear_attention.conformance import LinearAttentionConformance, exact, inputs_of
+from tests.kernels.linear_attention.gpu_conformance import relative_error
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
 from tilewright.kernels.linear_attention.op import LinearAttention
 from tilewright.kernels.linear_attention.reference import linear_attention_reference
@@ -25,6 +26,17 @@ class TestXla(LinearAttentionConformance):
     def params(self, inputs: LinearAttentionInputs) -> tuple[Any, Any]:
         return XlaLinearAttentionParams(16), XlaLinearAttentionParams(16)
 
+    def check(
+        self, got: Found, inputs: LinearAttentionInputs, cotangents: Any, factor: float = 2.0, where: object = ""
+    ) -> None:
+        if inputs.value.dtype.itemsize == 4:
+            super().check(got, inputs, cotangents, factor, where)
+            return
+        # Of 16-bit values matmuls are in TensorFloat-32 here, and gradients of float32 arrays have its digits.
+        want = exact(inputs, cotangents)
+        errors = {name: relative_error(x, want[name]) for name, x in got.items()}
+        assert all(error < 4e-3 for error in errors.values()), (where, errors)
+
 
 class TestSegments(TestXla):
     def params(self, inputs: LinearAttentionInputs) -> tuple[Any, Any]:
@@ -40,9 +52,8 @@ def test_layers_of_models(name: str, length: int):
     params = XlaLinearAttention().heuristic(inputs.structs, current_device(), "forward")
     got = jax.jit(lambda inputs: XlaLinearAttention().forward(inputs, params))(inputs)
     want = jax.jit(linear_attention_reference)(inputs)
-    for found, exact, limit in ((got.out, want.out, 4e-3), (got.state, want.state, 2e-3)):
-        error = np.asarray(found.astype(jnp.float32) - exact)
-        assert np.sqrt(np.mean(error**2)) < limit * np.sqrt(np.mean(np.asarray(exact) ** 2))
+    assert relative_error(got.out, want.out) < 4e-3
+    assert relative_error(got.state, want.state) < 2e-3
 
 
 def test_gradients_repeat_bitwise_where_sequences_are_packed():

@@ -104,7 +104,10 @@ def _mma(accumulator: Ref, a: Ref | jax.Array, b: PanelRef, transpose_a: bool) -
                 part = target if len(lefts[0]) == 1 else target.at[pl.ds(first, left.shape[-1])]
                 plgpu.wgmma(part, left.T, right)
         elif b.transposed:
-            part = a.operands[number] if isinstance(a, PanelRef) else a.at[:, columns]  # type: ignore[union-attr]
+            if isinstance(a, PanelRef):
+                part = a.operands[number]
+            else:
+                part = a[:, start : start + width] if isinstance(a, jax.Array) else a.at[:, columns]
             plgpu.wgmma(accumulator, part, panel.T)
         else:
             panel = panel if width == panel.shape[-1] else panel.at[:, pl.ds(0, width)]

@@ -71,11 +71,11 @@ class GpuConformance(LinearAttentionConformance, ContainedConformance[LinearAtte
 
     def poisoned(self, poison: str) -> Poisoned:
         if poison == "rows behind their lengths":
-            case = dataclasses.replace(SMALL, batch=2, sequences="seq_lengths", state=True)
+            case = dataclasses.replace(self.adapted(SMALL), batch=2, sequences="seq_lengths", state=True)
             clean = inputs_of(case).replace(seq_lengths=jnp.asarray([33, 0], jnp.int32))
             rows = np.arange(clean.length) >= np.array([[33], [0]])
         else:
-            case = dataclasses.replace(SMALL, length=90, sequences="cum_seqlens", state=True)
+            case = dataclasses.replace(self.adapted(SMALL), length=90, sequences="cum_seqlens", state=True)
             clean = inputs_of(case).replace(cum_seqlens=jnp.asarray([7, 20, 20, 70, 85], jnp.int32))
             position = np.arange(clean.length)[None]
             rows = (position < 7) | (position >= 85)

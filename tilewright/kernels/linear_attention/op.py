@@ -41,6 +41,7 @@ class LinearAttention(PortfolioKernel[LinearAttentionInputs, LinearAttentionResu
 
     def __init__(self) -> None:
         backends = [
+            "tilewright.kernels.linear_attention.hopper.backend:HopperLinearAttention",
             "tilewright.kernels.linear_attention.triton.backend:TritonLinearAttention",
             "tilewright.kernels.linear_attention.xla.backend:XlaLinearAttention",
         ]

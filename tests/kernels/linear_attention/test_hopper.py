@@ -1,0 +1,198 @@
+"""Conformance of the Hopper backend of linear attention, by interpreters of Mosaic GPU and Triton; hostile cases."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.kernels.conftest import A100, H100
+from tests.kernels.linear_attention.conformance import exact, inputs_of
+from tests.kernels.linear_attention.gpu_conformance import SMALL, GpuConformance, relative_error
+from tests.support.mosaic_interpret import interpret_mosaic
+from tilewright.kernels.linear_attention.cases import LinearAttentionCase
+from tilewright.kernels.linear_attention.hopper.backend import HopperLinearAttention
+from tilewright.kernels.linear_attention.hopper.params import HopperLinearAttentionParams, listed_params
+from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
+from tilewright.kernels.triton.interpreter import interpret_triton
+
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
+BACKEND = HopperLinearAttention()
+FULL = dataclasses.replace(SMALL, key_dim=64, value_dim=64, dtype="bfloat16")
+
+
+@contextlib.contextmanager
+def machine(*, races: bool = False) -> Iterator[None]:
+    """Both interpreters."""
+    with interpret_triton(), interpret_mosaic(detect_races=races):
+        yield
+
+
+class TestHopper(GpuConformance):
+    backend = BACKEND
+    device = H100
+    machine = staticmethod(machine)
+
+    def adapted(self, case: LinearAttentionCase) -> LinearAttentionCase:
+        return dataclasses.replace(case, dtype="bfloat16", key_dim=64, value_dim=64)
+
+    def params(self, inputs: LinearAttentionInputs) -> tuple[Any, Any]:
+        return HopperLinearAttentionParams(1, 2), None
+
+
+run = TestHopper()
+
+
+def outputs(inputs: LinearAttentionInputs, consumers: int = 1, stages: int = 2, *, races: bool = False) -> Any:
+    params = HopperLinearAttentionParams(consumers, stages)
+    with machine(races=races):
+        return jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, params))(inputs))
+
+
+def check(inputs: LinearAttentionInputs, results: Any, limit: float = 5e-3) -> None:
+    want = exact(inputs, run.cotangents(inputs))
+    assert relative_error(results.out, want["out"]) < limit
+    if results.state is not None:
+        assert relative_error(results.state, want["state"]) < limit
+
+
+@pytest.mark.parametrize("update", ["add", "delta"])
+@pytest.mark.parametrize("case", ["rows", "cum_seqlens", "seq_lengths"])
+def test_two_consumers(update: Any, case: Any):
+    """Wide keys and values, more chunks than stages, two value heads of a key head; nothing races."""
+    batch = 1 if case == "cum_seqlens" else 2
+    inputs = inputs_of(
+        dataclasses.replace(
+            FULL, batch=batch, length=200, value_heads=2, key_dim=128, value_dim=128, update=update, sequences=case,
+            state=True, qk_l2norm=True,
+        )
+    )  # fmt: skip
+    check(inputs, outputs(inputs, 2, 2, races=True))
+
+
+def test_blocks_of_values():
+    """Three CTAs share a head of 192 channels; keys without norms are inverted in float32."""
+    inputs = inputs_of(dataclasses.replace(FULL, value_dim=192, gate="none", length=80))
+    check(inputs, outputs(inputs))
+
+
+@pytest.mark.parametrize("pattern", ["resets", "alternating", "strong", "none"])
+@pytest.mark.parametrize("update", ["add", "delta"])
+def test_gates(pattern: str, update: Any):
+    """Those that forget all: nothing overflows."""
+    inputs = inputs_of(dataclasses.replace(FULL, update=update, state=True))
+    decay = np.asarray(inputs.log_decay).copy()
+    if pattern == "resets":
+        decay[:, [0, 13, 63, 64]] = -1000.0
+    elif pattern == "alternating":
+        decay[:, ::2], decay[:, 1::2] = 0.0, -1000.0
+    else:
+        decay[:] = -6.0 if pattern == "strong" else 0.0
+    inputs = inputs.replace(log_decay=jnp.asarray(decay))
+    check(inputs, outputs(inputs))
+
+
+@pytest.mark.parametrize("strength", [1.0, 2.0])
+def test_equal_keys(strength: float):
+    """With β = 2 every token undoes the one before."""
+    inputs = inputs_of(dataclasses.replace(FULL, length=128, gate="none", qk_l2norm=True))
+    inputs = inputs.replace(
+        key=jnp.broadcast_to(inputs.key[:, :1], inputs.key.shape), beta=jnp.full_like(inputs.beta, strength)
+    )
+    check(inputs, outputs(inputs), 0.05)
+
+
+@pytest.mark.parametrize("total", [-9.0, -14.0, -30.0])
+def test_old_history_is_not_dropped(total: float):
+    """What is left of one early value counts, relative to itself."""
+    inputs = inputs_of(dataclasses.replace(FULL, length=130, qk_l2norm=True))
+    value = jnp.zeros_like(inputs.value).at[:, 0].set(1e4)
+    inputs = inputs.replace(value=value, log_decay=jnp.full_like(inputs.log_decay, total / 130))
+    got, want = outputs(inputs).out, exact(inputs, run.cotangents(inputs))["out"]
+    assert relative_error(got[:, -1], want[:, -1]) < 1e-2
+
+
+def test_zero_keys():
+    inputs = inputs_of(dataclasses.replace(FULL, qk_l2norm=True, state=True))
+    inputs = inputs.replace(key=inputs.key.at[:, ::3].set(0.0), query=inputs.query.at[:, 1::3].set(0.0))
+    check(inputs, outputs(inputs))
+
+
+@pytest.mark.parametrize("at", [1, 37, 64])
+def test_causal_to_the_bit(at: int):
+    """Whatever follows, be it a decay of 0 or a large value."""
+    inputs = inputs_of(FULL)
+    changed = inputs.replace(
+        query=inputs.query.at[:, at:].mul(-3.0),
+        key=inputs.key.at[:, at:].mul(2.0),
+        value=inputs.value.at[:, at:].set(1e4),
+        log_decay=inputs.log_decay.at[:, at:].set(-1000.0),
+        beta=inputs.beta.at[:, at:].set(1.5),
+    )
+    first, second = (np.asarray(outputs(each).out)[:, :at] for each in (inputs, changed))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_a_sequence_has_the_same_bits_anywhere():
+    """Alone, behind others, and before others."""
+    alone, noise = inputs_of(FULL), inputs_of(dataclasses.replace(FULL, length=100))
+    want = outputs(alone).out
+    for begin in (5, 30):
+        names = ("query", "key", "value", "log_decay", "beta")
+        place = {name: getattr(noise, name).at[:, begin : begin + 70].set(getattr(alone, name)) for name in names}
+        bounds = jnp.asarray([0, begin, begin + 70, 100], jnp.int32)
+        got = outputs(noise.replace(**place, cum_seqlens=bounds)).out
+        np.testing.assert_array_equal(got[:, begin : begin + 70], want)
+
+
+@pytest.mark.parametrize("update", ["add", "delta"])
+def test_two_parts_are_one(update: Any):
+    """At the border of a chunk to the bit: states are float32."""
+    whole = inputs_of(dataclasses.replace(FULL, length=100, update=update, state=True))
+    want, state, outs = outputs(whole), whole.initial_state, []
+    for part in (slice(0, 64), slice(64, 100)):
+        names = ("query", "key", "value", "log_decay", *(("beta",) if update == "delta" else ()))
+        half = whole.replace(initial_state=state, **{name: getattr(whole, name)[:, part] for name in names})
+        out, state = outputs(half)
+        outs.append(out)
+    np.testing.assert_array_equal(np.concatenate(outs, 1), want.out)
+    np.testing.assert_array_equal(state, want.state)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dtype": "float32"}, {"dtype": "float16"}, {"key_dim": 96}, {"value_dim": 80}, {"gate": "channel"},
+        {"sequences": "segment_ids", "batch": 2}, {"length": 0},
+    ],
+)  # fmt: skip
+def test_what_it_does_not_serve(fields: Any):
+    structs = inputs_of(dataclasses.replace(FULL, **fields)).structs
+    assert BACKEND.not_supported_reasons(structs, H100, "forward")
+
+
+def test_it_is_for_hopper_and_the_forward_pass():
+    structs = inputs_of(FULL).structs
+    assert not BACKEND.not_supported_reasons(structs, H100, "forward")
+    assert BACKEND.not_supported_reasons(structs, A100, "forward")
+    assert BACKEND.not_supported_reasons(structs, H100, "backward")
+
+
+def test_params():
+    """Two consumers where all SMs have work; with few heads two CTAs share one."""
+    many = inputs_of(dataclasses.replace(FULL, batch=8, length=64, value_heads=16, heads=4, value_dim=128)).structs
+    few = inputs_of(dataclasses.replace(FULL, value_heads=4, value_dim=128)).structs
+    assert listed_params(many, 132)[0].consumers == 2
+    assert listed_params(few, 132)[0].consumers == 1
+    for each in BACKEND.candidates(many, H100, "forward"):
+        assert not BACKEND.config_reasons(many, H100, "forward", each)
+    for wrong in ({"consumers": 3}, {"stages": 1}, {"consumers": True}):
+        with pytest.raises(ValueError, match="must be"):
+            HopperLinearAttentionParams(**{"consumers": 1, "stages": 2, **wrong})

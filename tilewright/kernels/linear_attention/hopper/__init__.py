@@ -1,0 +1,1 @@
+"""Linear attention with a gate for each head, on Hopper in Pallas Mosaic GPU."""

@@ -1,0 +1,88 @@
+"""The Hopper backend of linear attention with one decay per head."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Never
+
+from tilewright.kernels.hopper.device import device_reasons, num_sms
+from tilewright.kernels.linear_attention.hopper.call import forward, forward_call
+from tilewright.kernels.linear_attention.hopper.forward import footprint
+from tilewright.kernels.linear_attention.hopper.params import HopperLinearAttentionParams, listed_params
+from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
+from tilewright.kernels.op.backend import Backend
+from tilewright.kernels.op.choice import Platform
+from tilewright.kernels.op.footprint import Footprint, launch_reasons
+from tilewright.kernels.sequential import run_with_sequential_vmap
+from tilewright.kernels.triton import unavailable
+from tilewright.ops.types import Device, Direction
+
+KEY_DIMS = (64, 128)
+
+MAX_TOKENS = 1 << 30
+"""Rows of all sequences: kernels count them in 32 bits."""
+
+
+class HopperLinearAttention(Backend[LinearAttentionInputs, LinearAttentionResults, HopperLinearAttentionParams, Never]):
+    """Serves sums and delta rules with a decay for each head, or none, in bfloat16; repeats bit for bit.
+
+    States are float32 accumulators, which matmuls read rounded. Norms of queries and keys are not rounded.
+    """
+
+    name: ClassVar[str] = "hopper"
+    platform: ClassVar[Platform] = Platform.PALLAS
+    forward_params: ClassVar[type] = HopperLinearAttentionParams
+    late_import: ClassVar[str] = "triton"
+    keeps_lowering: ClassVar[bool] = True
+    serves: ClassVar[Mapping[Direction, frozenset[str]]] = {
+        "forward": frozenset(
+            {"log_decay", "beta", "initial_state", "cum_seqlens", "seq_lengths", "qk_l2norm", "l2norm_eps"}
+        )
+    }
+
+    def reasons(self, inputs: LinearAttentionInputs, device: Device, direction: Direction) -> list[str]:
+        if direction == "backward":
+            return ["it has no gradients"]
+        reasons = device_reasons(device) or unavailable(device)
+        for name in ("query", "key", "value"):
+            if (dtype := inputs.arrays[name].dtype.name) != "bfloat16":
+                reasons.append(f"{name} must be bfloat16, got {dtype}")
+        for name in ("log_decay", "beta"):
+            array = inputs.arrays[name]
+            if array is not None and array.dtype.name not in ("float32", "bfloat16", "float16"):
+                reasons.append(f"{name} must have at most 32 bits, got {array.dtype}")
+        if inputs.gate == "channel":
+            reasons.append("its decays are those of heads, got one for each channel of the keys")
+        if inputs.key_dim not in KEY_DIMS:
+            reasons.append(f"key_dim must be one of {KEY_DIMS}, got {inputs.key_dim}")
+        if inputs.value_dim % 64:
+            reasons.append(f"value_dim must be a multiple of 64, got {inputs.value_dim}")
+        if 0 in (*inputs.value.shape, inputs.sequences):
+            reasons.append(f"its kernels need tokens of sequences, got value of the shape {inputs.value.shape}")
+        elif inputs.batch * inputs.length > MAX_TOKENS:
+            reasons.append(f"its kernels count up to {MAX_TOKENS} tokens, got {inputs.batch} · {inputs.length}")
+        return reasons
+
+    def candidates(
+        self, inputs: LinearAttentionInputs, device: Device, direction: Direction
+    ) -> Iterable[HopperLinearAttentionParams]:
+        every = listed_params(inputs, num_sms(device))
+        return [each for each in every if not self.config_reasons(inputs, device, direction, each)]
+
+    def config_reasons(
+        self, inputs: LinearAttentionInputs, device: Device, direction: Direction, params: HopperLinearAttentionParams
+    ) -> list[str]:
+        if inputs.value_dim % (64 * params.consumers):
+            return [f"each consumer has 64 channels of a CTA, got value_dim={inputs.value_dim}, {params}"]
+        return launch_reasons(self.footprints(inputs, device, direction, params), device)
+
+    def footprints(
+        self, inputs: LinearAttentionInputs, device: Device, direction: Direction, params: HopperLinearAttentionParams
+    ) -> Sequence[Footprint]:
+        return [footprint(forward_call(inputs, params), inputs.value.dtype)]
+
+    def forward(self, inputs: LinearAttentionInputs, params: HopperLinearAttentionParams) -> LinearAttentionResults:
+        return run_with_sequential_vmap(lambda inputs: forward(inputs, params), inputs)
+
+    def backward(
+        self, inputs: LinearAttentionInputs, results: Any, cotangents: LinearAttentionResults, params: Never
+    ) -> dict[str, Any]:
+        raise NotImplementedError

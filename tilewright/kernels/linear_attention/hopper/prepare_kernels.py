@@ -1,0 +1,102 @@
+# mypy: disable-error-code="assignment"
+"""What the chunks of a call of `forward` need besides Q, K and V, in Triton, one chunk of one key head per program.
+
+r      1 / √(sum of squares + eps) of a token's key or query; 1 without norms
+γ      sums of log2 of the decays of a chunk up to each token; behind the last token that of the last one, γ_C
+T0     ``(I + tril(β_i r_i k_i · r_j k_j, -1))⁻¹``, see ``inverse_kernels``
+T      ``2^(γ_i - γ_j) T0 β_j`` below the diagonal, 0 elsewhere
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.kernels.linear_attention.inverse_kernels import invert_narrow, invert_wide
+
+SIZE = tl.constexpr(64)
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-200.0)
+"""The least log2 of a decay: 2^-200 is 0 in float32, and lower ones would take digits from the sums."""
+
+
+@triton.jit
+def prepare_chunk(
+    query, key, log_decay, beta, chunks, gates, solve,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, GATE: tl.constexpr,
+    DELTA: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes the gates of all value heads of a key head and, for a delta rule, T; of chunks that have a token.
+
+    log_decay   [rows, HV] and STRIDE HV, or [HV] and 0
+    chunks      as in ``ChunkTable``
+    gates       [chunks, HV, 8, 64], see `forward.ForwardOperands`
+    solve       [chunks, HV, 128, 64]: T rounded, and below it the rest
+    """
+    chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
+    first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
+    if tokens > 0:
+        i, k = tl.arange(0, SIZE), tl.arange(0, SIZE)
+        inside = i < tokens
+        rows = (first * H + head) * K + (i * (H * K))[:, None] + k[None, :]
+        products = tl.zeros((SIZE, SIZE), tl.float32)
+        of_key = tl.zeros((SIZE,), tl.float32)
+        of_query = tl.zeros((SIZE,), tl.float32)
+        for step in tl.static_range(0, K, SIZE):
+            # Rows behind the last token may hold NaN.
+            keys = tl.load(key + rows + step, mask=inside[:, None] & (k >= 0)[None, :], other=0.0)
+            if DELTA:
+                products = tl.dot(keys, tl.trans(keys), products, input_precision=PRECISION)
+            if NORM:
+                wide = keys.to(tl.float32)
+                of_key += tl.sum(wide * wide, 1)
+                wide = tl.load(query + rows + step, mask=inside[:, None] & (k >= 0)[None, :], other=0.0).to(tl.float32)
+                of_query += tl.sum(wide * wide, 1)
+        if NORM:
+            of_key, of_query = 1.0 / tl.sqrt_rn(of_key + EPS), 1.0 / tl.sqrt_rn(of_query + EPS)
+        else:
+            of_key, of_query = of_key + 1.0, of_query + 1.0
+        of_query *= SCALE
+        below = i[:, None] > i[None, :]
+        group: tl.constexpr = HV // H
+        for member in tl.range(group):
+            value_head = head * group + member
+            place = chunk.to(tl.int64) * HV + value_head
+            gamma = tl.zeros((SIZE,), tl.float32)
+            if GATE:
+                given = tl.load(log_decay + first * STRIDE + value_head + i * STRIDE, mask=inside, other=0.0)
+                decay = given.to(tl.float32) * LOG2E
+                # Not tl.maximum, which drops NaN.
+                gamma = tl.cumsum(tl.where(decay < LOWEST, LOWEST, decay), 0)
+            last = tl.sum(tl.where(i == SIZE - 1, gamma, 0.0), 0)
+            power = tl.exp2(gamma)
+            row = gates + place * (8 * SIZE) + i
+            tl.store(row, gamma)
+            tl.store(row + 2 * SIZE, of_key * power)
+            tl.store(row + 3 * SIZE, of_key * tl.exp2(last - gamma))
+            tl.store(row + 4 * SIZE, of_query * power)
+            tl.store(row + 5 * SIZE, tl.exp2(last + i * 0.0))
+            tl.store(row + 6 * SIZE, of_key)
+            tl.store(row + 7 * SIZE, of_query)
+            if DELTA:
+                strength = tl.load(beta + first * HV + value_head + i * HV, mask=inside, other=0.0).to(tl.float32)
+                tl.store(row + SIZE, strength)
+                lower = tl.where(below, (strength * of_key)[:, None] * products * of_key[None, :], 0.0)
+                inverse = invert_narrow(lower) if NORM else invert_wide(lower)
+                decays = tl.exp2(tl.where(below, gamma[:, None] - gamma[None, :], 0.0))
+                exact = tl.where(below, inverse * decays * strength[None, :], 0.0)
+                high = exact.to(solve.dtype.element_ty)
+                target = solve + place * (2 * SIZE * SIZE) + i[:, None] * SIZE + i[None, :]
+                tl.store(target, high)
+                tl.store(target + SIZE * SIZE, (exact - high.to(tl.float32)).to(solve.dtype.element_ty))
+
+
+@triton.jit
+def clear_padding(chunks, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes zeros to the rows of a chunk that belong to no sequence; out is [rows, WIDTH]."""
+    chunk = tl.program_id(0)
+    first, rows = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 1)
+    tokens = tl.load(chunks + 3 * chunk + 2)
+    column = tl.arange(0, BLOCK)
+    for row in tl.range(tokens, rows):
+        for begin in tl.range(0, WIDTH, BLOCK):
+            target = out + (first + row) * WIDTH + begin + column
+            tl.store(target, tl.zeros((BLOCK,), out.dtype.element_ty), mask=begin + column < WIDTH)
