@@ -27,8 +27,8 @@ class HopperLinearAttentionParams:
             raise ValueError(f"stages must be from 2 to 8, got {self}")
 
 
-STEP_SECONDS = {1: 2.0, 2: 2.3}
-"""What a CTA takes for a chunk with so many consumers, in microseconds: measured on an H200 with 128 channels."""
+STEP_TIME = {1: 2.0, 2: 2.3}
+"""Microseconds of a CTA for a chunk, by the number of consumers: on an H200, of a delta rule with 128 channels."""
 
 
 def listed_params(inputs: LinearAttentionInputs, cores: int) -> list[HopperLinearAttentionParams]:
@@ -37,7 +37,7 @@ def listed_params(inputs: LinearAttentionInputs, cores: int) -> list[HopperLinea
     def seconds(consumers: int) -> float:
         """Time of a chunk of all CTAs, in the order in which SMs take them."""
         ctas = inputs.sequences * inputs.value_heads * (inputs.value_dim // (ROWS * consumers))
-        return -(-ctas // cores) * STEP_SECONDS[consumers]
+        return -(-ctas // cores) * STEP_TIME[consumers]
 
     counts = [count for count in (2, 1) if inputs.value_dim % (ROWS * count) == 0]
     counts.sort(key=seconds)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="assignment"
-"""What the chunks of a call of `forward` need besides Q, K and V, in Triton, one chunk of one key head per program.
+"""Operands of `forward` besides Q, K and V, in Triton, one chunk of one key head per program.
 
 r      1 / √(sum of squares + eps) of a token's key or query; 1 without norms
 γ      sums of log2 of the decays of a chunk up to each token; behind the last token that of the last one, γ_C
