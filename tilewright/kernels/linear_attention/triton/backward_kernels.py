@@ -10,12 +10,12 @@ With P = scale · Γ ⊙ Q Kᵀ and D the gradient of the state behind a chunk (
   X        -β Γ ⊙ dR Uᵀ below the diagonal
   dQ       scale 2^γ dO Sᵀ + Y K
   dK       E Sᵀ + Yᵀ Q + (X + Xᵀ) K + 2^(γ_C - γ) U Dᵀ
-  dV, dβ   β dR, and the row sums of dR ⊙ (V - 2^γ K S) and of X / β ⊙ K Kᵀ; β may be 0, so nothing is divided by it
-  dγ       row sums less column sums of Z = Y ⊙ Q Kᵀ + X ⊙ K Kᵀ, the row sums of what S adds to dQ ⊙ Q and of E Sᵀ ⊙ K,
-           less those of what D adds to dK ⊙ K, whose sum and 2^γ_C <S, D> belong to γ_C
+  dV, dβ   β dR, and the row sums of dR ⊙ V and of (E Sᵀ + X K) / β ⊙ K; β may be 0, so nothing is divided by it
+  dγ       row sums of dQ ⊙ Q, of (E Sᵀ + X K) ⊙ K, and less those of the rest of dK ⊙ K; with γ_C go 2^γ_C <S, D> and
+           the sum of what D adds to dK ⊙ K. Y and X add to the row of one token what they take from another's.
   dg       sums of dγ from each token to the end of its chunk
 
-Transposed products are computed as such: the transpose of an accumulator never is an operand.
+Transposed products are computed as such or read from memory: the transpose of an accumulator never is an operand.
 """
 
 import triton
@@ -28,40 +28,52 @@ SIZE = tl.constexpr(64)
 
 @triton.jit
 def local_gradients(
-    query, key, d_out, gamma, chunks, d_updates,
+    query, key, updates, d_out, gamma, chunks, d_updates, pairs, diagonal,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, GATE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes Pᵀ dO of a chunk, and zeros in the rows of padding."""
-    v_blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    block, head = tl.program_id(0) % v_blocks, tl.program_id(0) // v_blocks % HV
-    chunk = tl.program_id(0) // (v_blocks * HV)
+    """Computes Pᵀ dO of a chunk, and zeros in the rows of padding; and Y.
+
+    pairs      Y below the diagonal, [chunks, HV, 64, 64]
+    diagonal   that of Y, [rows, HV] in float32
+    """
+    head, chunk = tl.program_id(0) % HV, tl.program_id(0) // HV
     first, rows = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 1)
     tokens = tl.load(chunks + 3 * chunk + 2)
-    i, k, v = tl.arange(0, SIZE), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
-    values, of_value = (first * HV + head) * V, (i * (HV * V))[:, None] + v[None, :]
-    result = tl.zeros((SIZE, BLOCK_V), tl.float32)
-    if tokens > 0:
-        operand = d_updates.dtype.element_ty
-        inside = i < tokens
-        key_head: tl.constexpr = HV // H
-        begin, of_key = (first * H + head // key_head) * K, (i * (H * K))[:, None] + k[None, :]
-        scores = tl.zeros((SIZE, SIZE), tl.float32)
-        for step in tl.range(0, K, BLOCK_K):
-            mask = inside[:, None] & (step + k < K)[None, :]
-            queries = tl.load(query + (begin + step) + of_key, mask, other=0.0).to(operand)
-            keys = tl.load(key + (begin + step) + of_key, mask, other=0.0).to(operand)
-            scores = tl.dot(keys, tl.trans(queries), scores, input_precision=PRECISION)
-        later = i[:, None] <= i[None, :]
-        if GATE:
-            sums = tl.load(gamma + (chunk.to(tl.int64) * HV + head) * SIZE + i)
-            scores *= tl.exp2(tl.where(later, sums[None, :] - sums[:, None], 0.0))
-        scores = tl.where(later, SCALE * scores, 0.0)
-        above = tl.load(d_out + values + of_value, inside[:, None] & (v < V)[None, :], other=0.0).to(operand)
-        result = tl.dot(scores.to(operand), above, input_precision=PRECISION)
-    tl.store(
-        d_updates + values + of_value, result.to(d_updates.dtype.element_ty), (i < rows)[:, None] & (v < V)[None, :]
-    )
+    i, k, v = tl.arange(0, SIZE), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    operand = d_updates.dtype.element_ty
+    # Without a token all loads are masked, and what is written are zeros.
+    inside = i < tokens
+    place, of_head = chunk.to(tl.int64) * HV + head, first * HV + head
+    begin, of_key = (first * H + head // (HV // H)) * K, (i * (H * K))[:, None] + k[None, :]
+    scores = tl.zeros((SIZE, SIZE), tl.float32)
+    for step in tl.range(0, K, BLOCK_K):
+        mask = inside[:, None] & (step + k < K)[None, :]
+        queries = tl.load(query + (begin + step) + of_key, mask, other=0.0).to(operand)
+        keys = tl.load(key + (begin + step) + of_key, mask, other=0.0).to(operand)
+        scores = tl.dot(keys, tl.trans(queries), scores, input_precision=PRECISION)
+    earlier, later = i[:, None] > i[None, :], i[:, None] <= i[None, :]
+    scores = tl.where(later, SCALE * scores, 0.0)
+    if GATE:
+        sums = tl.load(gamma + place * SIZE + i)
+        scores *= tl.exp2(tl.where(later, sums[None, :] - sums[:, None], 0.0))
+    scores = scores.to(operand)
+    y = tl.zeros((SIZE, SIZE), tl.float32)
+    same = tl.zeros((SIZE,), tl.float32)
+    for step in tl.range(0, V, BLOCK_V):
+        values = of_head * V + step + (i * (HV * V))[:, None] + v[None, :]
+        v_inside = (step + v < V)[None, :]
+        above = tl.load(d_out + values, inside[:, None] & v_inside, other=0.0).to(operand)
+        update = tl.load(updates + values, inside[:, None] & v_inside, other=0.0).to(operand)
+        y = tl.dot(above, tl.trans(update), y, input_precision=PRECISION)
+        same += tl.sum(above.to(tl.float32) * update.to(tl.float32), 1)
+        result = tl.dot(scores, above, input_precision=PRECISION)
+        tl.store(d_updates + values, result.to(operand), (i < rows)[:, None] & v_inside)
+    y = tl.where(earlier, SCALE * y, 0.0)
+    if GATE:
+        y *= tl.exp2(tl.where(earlier, sums[:, None] - sums[None, :], 0.0))
+    tl.store(pairs + place * (SIZE * SIZE) + (i * SIZE)[:, None] + i[None, :], y.to(operand))
+    tl.store(diagonal + of_head + i * HV, SCALE * same, i < rows)
 
 
 @triton.jit
@@ -121,15 +133,52 @@ def state_gradients(
 
 
 @triton.jit
-def token_gradients(
-    query, key, value, beta, updates, d_out, d_updates, states, d_states, gamma, chunks, rows_of_all,
-    d_query, d_key, d_value, d_beta, d_decay,
+def pair_gradients(
+    value, beta, updates, d_updates, gamma, chunks, pairs, d_value, d_beta,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes the gradients of a block of channels of the keys of a chunk, from all value heads of a key head.
+    """Computes dV of a delta rule, X / β as ``pairs`` [chunks, HV, 64, 64], and the part of dβ that V has."""
+    head, chunk = tl.program_id(0) % HV, tl.program_id(0) // HV
+    first, rows = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 1)
+    tokens = tl.load(chunks + 3 * chunk + 2)
+    i, v = tl.arange(0, SIZE), tl.arange(0, BLOCK_V)
+    inside, written = i < tokens, i < rows
+    place, of_head = chunk.to(tl.int64) * HV + head, first * HV + head
+    operand = d_updates.dtype.element_ty
+    strength = tl.load(beta + of_head + i * HV, inside, other=0.0).to(tl.float32)
+    by_strength = tl.zeros((SIZE,), tl.float32)
+    x = tl.zeros((SIZE, SIZE), tl.float32)
+    for step in tl.range(0, V, BLOCK_V):
+        values = of_head * V + step + (i * (HV * V))[:, None] + v[None, :]
+        v_inside = (step + v < V)[None, :]
+        d_update = tl.load(d_updates + values, inside[:, None] & v_inside, other=0.0)
+        update = tl.load(updates + values, inside[:, None] & v_inside, other=0.0)
+        given = tl.load(value + values, inside[:, None] & v_inside, other=0.0).to(tl.float32)
+        x = tl.dot(d_update, tl.trans(update), x, input_precision=PRECISION)
+        wide = d_update.to(tl.float32)
+        by_strength += tl.sum(wide * given, 1)
+        target = (strength[:, None] * wide).to(d_value.dtype.element_ty)
+        tl.store(d_value + values, target, written[:, None] & v_inside)
+    earlier = i[:, None] > i[None, :]
+    x = tl.where(earlier, -x, 0.0)
+    if GATE:
+        sums = tl.load(gamma + place * SIZE + i)
+        x *= tl.exp2(tl.where(earlier, sums[:, None] - sums[None, :], 0.0))
+    tl.store(pairs + place * (SIZE * SIZE) + (i * SIZE)[:, None] + i[None, :], x.to(operand))
+    tl.store(d_beta + of_head + i * HV, by_strength, written)
 
-    d_beta, d_decay   [blocks of K, rows, HV], each block's share
+
+@triton.jit
+def query_gradients(
+    query, key, d_out, states, gamma, chunks, pairs, diagonal, rows_of_all, d_query, d_sums,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, GATE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Computes dQ of a block of channels of the keys of a chunk, from all value heads of a key head.
+
+    d_sums   the row sums of dQ ⊙ Q of each value head, but for what the diagonal of Y adds, which cancels in dγ:
+             [blocks of K, rows, HV], each block's share
     """
     k_blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     block, key_head = tl.program_id(0) % k_blocks, tl.program_id(0) // k_blocks % H
@@ -142,108 +191,113 @@ def token_gradients(
     of_key, key_mask = (i * (H * K))[:, None] + k[None, :], inside[:, None] & k_inside[None, :]
     of_value, of_state = (i * (HV * V))[:, None] + v[None, :], k[:, None] * V + v[None, :]
     keys_begin = (first * H + key_head) * K
-    earlier, later = i[:, None] > i[None, :], i[:, None] < i[None, :]
-    same = i[:, None] == i[None, :]
     operand = states.dtype.element_ty
+    keys = tl.load(key + keys_begin + of_key, key_mask, other=0.0).to(operand)
     d_queries = tl.zeros((SIZE, BLOCK_K), tl.float32)
-    d_keys = tl.zeros((SIZE, BLOCK_K), tl.float32)
-    own, share = block + i * 0 == 0, block.to(tl.int64) * rows_of_all * HV
     group: tl.constexpr = HV // H
     for member in tl.range(group):
         head = key_head * group + member
         place = chunk.to(tl.int64) * HV + head
         of_head = first * HV + head
-        # Two passes over V, of what a token reads and of what it writes: accumulators of both would spill.
-        y = tl.zeros((SIZE, SIZE), tl.float32)
-        x = tl.zeros((SIZE, SIZE), tl.float32)
-        by_query = tl.zeros((SIZE, BLOCK_K), tl.float32)
-        by_key = tl.zeros((SIZE, BLOCK_K), tl.float32)
-        if DELTA:
-            strength = tl.load(beta + of_head + i * HV, inside, other=0.0).to(tl.float32)
-            by_strength = tl.zeros((SIZE,), tl.float32)
+        found = tl.zeros((SIZE, BLOCK_K), tl.float32)
         for step in tl.range(0, V, BLOCK_V):
             v_inside = (step + v < V)[None, :]
-            values, before = of_head * V + step, place * (K * V) + step
-            above = tl.load(d_out + values + of_value, inside[:, None] & v_inside, other=0.0).to(operand)
-            update = tl.load(updates + values + of_value, inside[:, None] & v_inside, other=0.0).to(operand)
-            state = tl.load(states + before + of_state, has_state[:, None] & v_inside, other=0.0)
-            y = tl.dot(above, tl.trans(update), y, input_precision=PRECISION)
-            by_query = tl.dot(above, tl.trans(state), by_query, input_precision=PRECISION)
-            if DELTA:
-                d_update = tl.load(d_updates + values + of_value, inside[:, None] & v_inside, other=0.0)
-                x = tl.dot(d_update, tl.trans(update), x, input_precision=PRECISION)
-                by_key = tl.dot(d_update, tl.trans(state), by_key, input_precision=PRECISION)
-                # The first block of K has these, of all of V.
-                wide = d_update.to(tl.float32)
-                given = tl.load(value + values + of_value, (inside & own)[:, None] & v_inside, other=0.0).to(tl.float32)
-                by_strength += tl.sum(wide * given, 1)
-                target = (strength[:, None] * wide).to(d_value.dtype.element_ty)
-                tl.store(d_value + values + of_value, target, (written & own)[:, None] & v_inside)
-        queries = tl.load(query + keys_begin + of_key, key_mask, other=0.0).to(operand)
-        keys = tl.load(key + keys_begin + of_key, key_mask, other=0.0).to(operand)
-        y = tl.where(earlier | same, SCALE * y, 0.0)
-        by_query *= SCALE
+            above = tl.load(d_out + (of_head * V + step) + of_value, inside[:, None] & v_inside, other=0.0).to(operand)
+            state = tl.load(states + (place * (K * V) + step) + of_state, has_state[:, None] & v_inside, other=0.0)
+            found = tl.dot(above, tl.trans(state), found, input_precision=PRECISION)
+        found *= SCALE
         if GATE:
-            sums, last = tl.load(gamma + place * SIZE + i), tl.load(gamma + place * SIZE + (SIZE - 1))
-            decays = tl.exp2(tl.where(earlier, sums[:, None] - sums[None, :], 0.0))
-            y *= decays
-            by_query *= tl.exp2(sums)[:, None]
-            by_key *= tl.exp2(sums)[:, None]
-            # The diagonal of Z cancels.
-            z = tl.where(earlier, y * tl.dot(queries, tl.trans(keys), input_precision=PRECISION), 0.0)
-            d_sums = tl.sum(by_query * queries.to(tl.float32), 1)
-        d_queries += by_query
-        d_queries = tl.dot(y.to(operand), keys, d_queries, input_precision=PRECISION)
-        if DELTA:
-            x = tl.where(earlier, -x, 0.0)
-            if GATE:
-                x *= decays
-            products = x * tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-            by_key_row = tl.sum(by_key * keys.to(tl.float32), 1)
-            tl.store(d_beta + share + of_head + i * HV, by_strength + tl.sum(products, 1) - by_key_row, written)
-            if GATE:
-                z += strength[:, None] * products
-                d_sums -= strength * by_key_row
-            d_keys -= strength[:, None] * by_key
-            d_keys = tl.dot((strength[:, None] * x).to(operand), keys, d_keys, input_precision=PRECISION)
+            found *= tl.exp2(tl.load(gamma + place * SIZE + i))[:, None]
+        y = tl.load(pairs + place * (SIZE * SIZE) + (i * SIZE)[:, None] + i[None, :])
+        found = tl.dot(y, keys, found, input_precision=PRECISION)
         if GATE:
-            d_sums += tl.sum(z, 1) - tl.sum(z, 0)
+            queries = tl.load(query + keys_begin + of_key, key_mask, other=0.0).to(tl.float32)
+            share = block.to(tl.int64) * rows_of_all * HV + of_head
+            tl.store(d_sums + share + i * HV, tl.sum(found * queries, 1), written)
+        same = tl.load(diagonal + of_head + i * HV, inside, other=0.0)
+        d_queries += found + same[:, None] * keys.to(tl.float32)
+    target = written[:, None] & k_inside[None, :]
+    tl.store(d_query + keys_begin + of_key, d_queries.to(d_query.dtype.element_ty), target)
 
-        y_transposed = tl.zeros((SIZE, SIZE), tl.float32)
-        x_transposed = tl.zeros((SIZE, SIZE), tl.float32)
-        by_state = tl.zeros((SIZE, BLOCK_K), tl.float32)
+
+@triton.jit
+def key_gradients(
+    query, key, beta, updates, d_updates, states, d_states, gamma, chunks, pairs, diagonal, erasing, d_sums,
+    by_strength, rows_of_all, d_key, d_beta, d_decay,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Computes dK of a block of channels of a chunk, from all value heads of a key head, dβ and dg.
+
+    erasing           X / β, of ``pair_gradients``
+    d_beta, d_decay   [blocks of K, rows, HV], each block's share
+    """
+    k_blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    block, key_head = tl.program_id(0) % k_blocks, tl.program_id(0) // k_blocks % H
+    chunk = tl.program_id(0) // (k_blocks * H)
+    first, rows = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 1)
+    tokens = tl.load(chunks + 3 * chunk + 2)
+    i, k, v = tl.arange(0, SIZE), block * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    # Without a token all loads are masked, and the gradients of the rows are zeros.
+    inside, written, k_inside, has_state = i < tokens, i < rows, k < K, k < tl.minimum(tokens, 1) * K
+    of_key, key_mask = (i * (H * K))[:, None] + k[None, :], inside[:, None] & k_inside[None, :]
+    of_value, of_state = (i * (HV * V))[:, None] + v[None, :], k[:, None] * V + v[None, :]
+    of_pair, transposed = (i * SIZE)[:, None] + i[None, :], (i * SIZE)[None, :] + i[:, None]
+    keys_begin = (first * H + key_head) * K
+    operand = states.dtype.element_ty
+    keys = tl.load(key + keys_begin + of_key, key_mask, other=0.0).to(operand)
+    d_keys = tl.zeros((SIZE, BLOCK_K), tl.float32)
+    share = block.to(tl.int64) * rows_of_all * HV
+    group: tl.constexpr = HV // H
+    for member in tl.range(group):
+        head = key_head * group + member
+        place = chunk.to(tl.int64) * HV + head
+        of_head = first * HV + head
+        erased = tl.zeros((SIZE, BLOCK_K), tl.float32)
+        found = tl.zeros((SIZE, BLOCK_K), tl.float32)
         overlap = tl.zeros((BLOCK_K,), tl.float32)
         for step in tl.range(0, V, BLOCK_V):
             v_inside = (step + v < V)[None, :]
             values, before = of_head * V + step, place * (K * V) + step
-            above = tl.load(d_out + values + of_value, inside[:, None] & v_inside, other=0.0).to(operand)
             update = tl.load(updates + values + of_value, inside[:, None] & v_inside, other=0.0).to(operand)
             d_state = tl.load(d_states + before + of_state, has_state[:, None] & v_inside, other=0.0)
-            y_transposed = tl.dot(update, tl.trans(above), y_transposed, input_precision=PRECISION)
-            by_state = tl.dot(update, tl.trans(d_state), by_state, input_precision=PRECISION)
-            if GATE:
+            found = tl.dot(update, tl.trans(d_state), found, input_precision=PRECISION)
+            if GATE or DELTA:
                 state = tl.load(states + before + of_state, has_state[:, None] & v_inside, other=0.0)
+            if GATE:
                 overlap += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
             if DELTA:
                 d_update = tl.load(d_updates + values + of_value, inside[:, None] & v_inside, other=0.0)
-                x_transposed = tl.dot(update, tl.trans(d_update), x_transposed, input_precision=PRECISION)
-        y_transposed = tl.where(later | same, SCALE * y_transposed, 0.0)
+                erased = tl.dot(d_update, tl.trans(state), erased, input_precision=PRECISION)
+        wide = keys.to(tl.float32)
         if GATE:
-            decays = tl.exp2(tl.where(later, sums[None, :] - sums[:, None], 0.0))
-            y_transposed *= decays
-            by_state *= tl.exp2(last - sums)[:, None]
-            of_last = tl.sum(by_state * keys.to(tl.float32), 1)
+            sums, last = tl.load(gamma + place * SIZE + i), tl.load(gamma + place * SIZE + (SIZE - 1))
+            found *= tl.exp2(last - sums)[:, None]
             # Each decay is in γ_C.
-            total = tl.sum(of_last, 0) + tl.exp2(last) * tl.sum(overlap, 0)
-            found = tl.where(inside, tl.cumsum(d_sums - of_last, 0, reverse=True) + total, 0.0)
-            tl.store(d_decay + share + of_head + i * HV, found, written)
-        d_keys += by_state
-        d_keys = tl.dot(y_transposed.to(operand), queries, d_keys, input_precision=PRECISION)
+            total = tl.sum(tl.sum(found * wide, 1), 0) + tl.exp2(last) * tl.sum(overlap, 0)
+            d_gamma = tl.load(d_sums + share + of_head + i * HV, inside, other=0.0)
         if DELTA:
-            x_transposed = tl.where(later, -strength[None, :] * x_transposed, 0.0)
             if GATE:
-                x_transposed *= decays
-            d_keys = tl.dot(x_transposed.to(operand), keys, d_keys, input_precision=PRECISION)
+                erased *= tl.exp2(sums)[:, None]
+            x = tl.load(erasing + place * (SIZE * SIZE) + of_pair)
+            erased = tl.dot(x, keys, -erased, input_precision=PRECISION)
+            by_key = tl.sum(erased * wide, 1)
+            own = tl.load(by_strength + of_head + i * HV, inside & (block + i * 0 == 0), other=0.0)
+            tl.store(d_beta + share + of_head + i * HV, own + by_key, written)
+            strength = tl.load(beta + of_head + i * HV, inside, other=0.0).to(tl.float32)
+            d_keys += strength[:, None] * erased
+            x = tl.load(erasing + place * (SIZE * SIZE) + transposed)
+            found = tl.dot(x, (strength[:, None] * wide).to(operand), found, input_precision=PRECISION)
+            if GATE:
+                d_gamma += strength * by_key
+        queries = tl.load(query + keys_begin + of_key, key_mask, other=0.0).to(operand)
+        y = tl.load(pairs + place * (SIZE * SIZE) + transposed)
+        found = tl.dot(y, queries, found, input_precision=PRECISION)
+        same = tl.load(diagonal + of_head + i * HV, inside, other=0.0)
+        d_keys += found + same[:, None] * queries.to(tl.float32)
+        if GATE:
+            d_gamma -= tl.sum(found * wide, 1)
+            d_gamma = tl.where(inside, tl.cumsum(d_gamma, 0, reverse=True) + total, 0.0)
+            tl.store(d_decay + share + of_head + i * HV, d_gamma, written)
     target = written[:, None] & k_inside[None, :]
-    tl.store(d_query + keys_begin + of_key, d_queries.to(d_query.dtype.element_ty), target)
     tl.store(d_key + keys_begin + of_key, d_keys.to(d_key.dtype.element_ty), target)

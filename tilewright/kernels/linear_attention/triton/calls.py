@@ -15,9 +15,6 @@ from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 from tilewright.kernels.triton.matmul import tl_precision
 
-MAX_GRADIENT_BLOCK = 64
-"""Channels of keys, and channels of values of a step, in the kernel of the gradients of tokens."""
-
 
 def operand_dtype(dtype: DTypeLike) -> Any:
     """The dtype of operands of matmuls: float16 values are in TensorFloat-32, which has its digits and more range."""
@@ -80,6 +77,10 @@ class Chunks:
     def states(self, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         inputs = self.inputs
         return self.struct(dtype, self.table.num_chunks, inputs.value_heads, inputs.key_dim, inputs.value_dim)
+
+    def pairs(self) -> jax.ShapeDtypeStruct:
+        """A number for each pair of tokens of a chunk."""
+        return self.struct(self.operand, self.table.num_chunks, self.inputs.value_heads, CHUNK, CHUNK)
 
     def blocks(self, constants: dict[str, Any]) -> int:
         """Blocks of V."""
@@ -172,38 +173,50 @@ def backward(
     chunks = chunked(inputs)
     states, updates, _ = state_pass(chunks, params.states, final=False)
     d_out = jnp.zeros_like(inputs.value) if cotangents.out is None else cotangents.out
-    d_updates = _local_gradients(chunks, d_out, params.tokens)
+    d_updates, pairs, diagonal = _local_gradients(chunks, d_out, updates, params.tokens)
     d_updates, d_states, d_initial = _state_gradients(chunks, d_out, d_updates, cotangents.state, params.states)
     delta, gate = inputs.beta is not None, inputs.log_decay is not None
-    # The accumulators of all products of a chunk are in registers at once.
-    tile = dataclasses.replace(params.tokens, block_v=min(params.tokens.block_v, MAX_GRADIENT_BLOCK))
-    block_k = min(tile.block_v, power_of_two(inputs.key_dim, MIN_DOT))
-    constants = chunks.constants(tile, block_k, states=True, scale=True)
-    shares = -(-inputs.key_dim // block_k)
+    tile = params.tokens
+    constants = chunks.constants(tile, _block_k(inputs))
+    shares = -(-inputs.key_dim // constants["BLOCK_K"])
     per_token = (shares, *inputs.value.shape[:3])
-    d_query, d_key, d_value, d_beta, d_decay = launch(
-        kernels.token_gradients,
-        [
-            chunks.query, chunks.key, inputs.value, absent(inputs.beta), updates, d_out, d_updates, states, d_states,
-            chunks.gamma, chunks.table.chunks,
-        ],
+    launched: dict[str, Any] = {
+        "grid": [chunks.table.num_chunks * inputs.heads * shares],
+        "scalars": {"rows_of_all": chunks.rows},
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+    d_query, d_sums = launch(
+        kernels.query_gradients,
+        [chunks.query, chunks.key, d_out, states, chunks.gamma, chunks.table.chunks, pairs, diagonal],
         [
             chunks.struct(inputs.query.dtype, *inputs.query.shape),
+            chunks.struct(jnp.float32, *per_token, present=gate),
+        ],
+        constants=constants | {"SCALE": float(inputs.scale)},
+        **launched,
+    )
+    d_value, erasing, by_strength = d_updates, absent(None), absent(None)
+    if delta:
+        d_value, erasing, by_strength = _pair_gradients(chunks, updates, d_updates, tile)
+    d_key, d_beta, d_decay = launch(
+        kernels.key_gradients,
+        [
+            chunks.query, chunks.key, absent(inputs.beta), updates, d_updates, states, d_states, chunks.gamma,
+            chunks.table.chunks, pairs, diagonal, erasing, d_sums, by_strength,
+        ],
+        [
             chunks.struct(inputs.key.dtype, *inputs.key.shape),
-            chunks.struct(inputs.value.dtype, *inputs.value.shape, present=delta),
             chunks.struct(jnp.float32, *per_token, present=delta),
             chunks.struct(jnp.float32, *per_token, present=gate),
         ],
-        grid=[chunks.table.num_chunks * inputs.heads * shares],
-        scalars={"rows_of_all": chunks.rows},
-        constants=constants,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        constants=constants | {"DELTA": delta},
+        **launched,
     )  # fmt: skip
     if inputs.qk_l2norm:
         pull_back = jax.vjp(lambda query, key: normalized(inputs, query, key), inputs.query, inputs.key)[1]
         d_query, d_key = _without_padding(chunks, pull_back((d_query, d_key)))
-    found = {"query": d_query, "key": d_key, "value": d_value if delta else d_updates, "initial_state": d_initial}
+    found = {"query": d_query, "key": d_key, "value": d_value, "initial_state": d_initial}
     if delta:
         found["beta"] = d_beta.sum(0)
     if gate:
@@ -218,21 +231,51 @@ def _block_k(inputs: LinearAttentionInputs) -> int:
     return min(power_of_two(inputs.key_dim, MIN_DOT), widest)
 
 
-def _local_gradients(chunks: Chunks, d_out: jax.Array, tile: TritonPass) -> jax.Array:
+def _local_gradients(
+    chunks: Chunks, d_out: jax.Array, updates: jax.Array, tile: TritonPass
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Pᵀ dO, and Y with its diagonal apart."""
     from tilewright.kernels.linear_attention.triton import backward_kernels as kernels
 
     inputs = chunks.inputs
     constants = chunks.constants(tile, _block_k(inputs), scale=True)
-    (found,) = launch(
+    d_updates, pairs, diagonal = launch(
         kernels.local_gradients,
-        [chunks.query, chunks.key, d_out, chunks.gamma, chunks.table.chunks],
-        [chunks.struct(chunks.operand, *inputs.value.shape)],
-        grid=[chunks.table.num_chunks * inputs.value_heads * chunks.blocks(constants)],
+        [chunks.query, chunks.key, updates, d_out, chunks.gamma, chunks.table.chunks],
+        [
+            chunks.struct(chunks.operand, *inputs.value.shape),
+            chunks.pairs(),
+            chunks.struct(jnp.float32, *inputs.value.shape[:3]),
+        ],
+        grid=[chunks.table.num_chunks * inputs.value_heads],
         constants=constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return found
+    return d_updates, pairs, diagonal
+
+
+def _pair_gradients(
+    chunks: Chunks, updates: jax.Array, d_updates: jax.Array, tile: TritonPass
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradient of the values of a delta rule, X / β, and what values add to the gradient of β."""
+    from tilewright.kernels.linear_attention.triton import backward_kernels as kernels
+
+    inputs = chunks.inputs
+    erasing, d_value, by_strength = launch(
+        kernels.pair_gradients,
+        [inputs.value, inputs.beta, updates, d_updates, chunks.gamma, chunks.table.chunks],
+        [
+            chunks.pairs(),
+            chunks.struct(inputs.value.dtype, *inputs.value.shape),
+            chunks.struct(jnp.float32, *inputs.value.shape[:3]),
+        ],
+        grid=[chunks.table.num_chunks * inputs.value_heads],
+        constants=chunks.constants(tile, _block_k(inputs)),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return d_value, erasing, by_strength
 
 
 def _state_gradients(
