@@ -21,7 +21,7 @@ Transposed products are computed as such or read from memory: the transpose of a
 import triton
 import triton.language as tl
 
-from tilewright.kernels.linear_attention.triton.forward_kernels import solved
+from tilewright.kernels.linear_attention.triton.forward_kernels import rows_of_chunks, solved
 
 SIZE = tl.constexpr(64)
 
@@ -97,13 +97,13 @@ def state_gradients(
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     if FINAL:
         state = tl.load(d_final + (sequence * HV + head).to(tl.int64) * (K * V) + of_state, state_inside, other=0.0)
+    row, tokens = rows_of_chunks(chunks, begin, count)
     for back in tl.range(0, count):
-        chunk = begin + count - 1 - back
-        place = chunk.to(tl.int64) * HV + head
+        number = count - 1 - back
+        place = (begin + number).to(tl.int64) * HV + head
         narrow = state.to(operand)
         tl.store(d_states + place * (K * V) + of_state, narrow, state_inside)
-        first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
-        inside = i < tokens
+        first, inside = row + number * SIZE, i + number * SIZE < tokens
         key_inside, value_inside = inside[:, None] & (k < K)[None, :], inside[:, None] & (v < V)[None, :]
         rows, values = (first * H + head // key_head) * K, (first * HV + head) * V
         queries = tl.load(query + rows + of_key, key_inside, other=0.0).to(operand)
@@ -194,6 +194,7 @@ def query_gradients(
     operand = states.dtype.element_ty
     keys = tl.load(key + keys_begin + of_key, key_mask, other=0.0).to(operand)
     d_queries = tl.zeros((SIZE, BLOCK_K), tl.float32)
+    same = tl.zeros((SIZE,), tl.float32)
     group: tl.constexpr = HV // H
     for member in tl.range(group):
         head = key_head * group + member
@@ -214,8 +215,9 @@ def query_gradients(
             queries = tl.load(query + keys_begin + of_key, key_mask, other=0.0).to(tl.float32)
             share = block.to(tl.int64) * rows_of_all * HV + of_head
             tl.store(d_sums + share + i * HV, tl.sum(found * queries, 1), written)
-        same = tl.load(diagonal + of_head + i * HV, inside, other=0.0)
-        d_queries += found + same[:, None] * keys.to(tl.float32)
+        d_queries += found
+        same += tl.load(diagonal + of_head + i * HV, inside, other=0.0)
+    d_queries += same[:, None] * keys.to(tl.float32)
     target = written[:, None] & k_inside[None, :]
     tl.store(d_query + keys_begin + of_key, d_queries.to(d_query.dtype.element_ty), target)
 
@@ -245,15 +247,38 @@ def key_gradients(
     of_pair, transposed = (i * SIZE)[:, None] + i[None, :], (i * SIZE)[None, :] + i[:, None]
     keys_begin = (first * H + key_head) * K
     operand = states.dtype.element_ty
-    keys = tl.load(key + keys_begin + of_key, key_mask, other=0.0).to(operand)
     d_keys = tl.zeros((SIZE, BLOCK_K), tl.float32)
+    same = tl.zeros((SIZE,), tl.float32)
     share = block.to(tl.int64) * rows_of_all * HV
     group: tl.constexpr = HV // H
     for member in tl.range(group):
         head = key_head * group + member
         place = chunk.to(tl.int64) * HV + head
         of_head = first * HV + head
-        erased = tl.zeros((SIZE, BLOCK_K), tl.float32)
+        if GATE:
+            sums, last = tl.load(gamma + place * SIZE + i), tl.load(gamma + place * SIZE + (SIZE - 1))
+            d_gamma = tl.load(d_sums + share + of_head + i * HV, inside, other=0.0)
+        # Loads of a tile are repeated: what stays in registers between the uses would spill.
+        keys = tl.load(key + keys_begin + of_key, key_mask, other=0.0).to(operand)
+        if DELTA:
+            erased = tl.zeros((SIZE, BLOCK_K), tl.float32)
+            for step in tl.range(0, V, BLOCK_V):
+                v_inside = (step + v < V)[None, :]
+                values, before = of_head * V + step, place * (K * V) + step
+                d_update = tl.load(d_updates + values + of_value, inside[:, None] & v_inside, other=0.0)
+                state = tl.load(states + before + of_state, has_state[:, None] & v_inside, other=0.0)
+                erased = tl.dot(d_update, tl.trans(state), erased, input_precision=PRECISION)
+            if GATE:
+                erased *= tl.exp2(sums)[:, None]
+            x = tl.load(erasing + place * (SIZE * SIZE) + of_pair)
+            erased = tl.dot(x, keys, -erased, input_precision=PRECISION)
+            by_key = tl.sum(erased * keys.to(tl.float32), 1)
+            own = tl.load(by_strength + of_head + i * HV, inside & (block + i * 0 == 0), other=0.0)
+            tl.store(d_beta + share + of_head + i * HV, own + by_key, written)
+            strength = tl.load(beta + of_head + i * HV, inside, other=0.0).to(tl.float32)
+            d_keys += strength[:, None] * erased
+            if GATE:
+                d_gamma += strength * by_key
         found = tl.zeros((SIZE, BLOCK_K), tl.float32)
         overlap = tl.zeros((BLOCK_K,), tl.float32)
         for step in tl.range(0, V, BLOCK_V):
@@ -262,42 +287,51 @@ def key_gradients(
             update = tl.load(updates + values + of_value, inside[:, None] & v_inside, other=0.0).to(operand)
             d_state = tl.load(d_states + before + of_state, has_state[:, None] & v_inside, other=0.0)
             found = tl.dot(update, tl.trans(d_state), found, input_precision=PRECISION)
-            if GATE or DELTA:
+            if GATE:
                 state = tl.load(states + before + of_state, has_state[:, None] & v_inside, other=0.0)
-            if GATE:
                 overlap += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
-            if DELTA:
-                d_update = tl.load(d_updates + values + of_value, inside[:, None] & v_inside, other=0.0)
-                erased = tl.dot(d_update, tl.trans(state), erased, input_precision=PRECISION)
-        wide = keys.to(tl.float32)
         if GATE:
-            sums, last = tl.load(gamma + place * SIZE + i), tl.load(gamma + place * SIZE + (SIZE - 1))
             found *= tl.exp2(last - sums)[:, None]
-            # Each decay is in γ_C.
-            total = tl.sum(tl.sum(found * wide, 1), 0) + tl.exp2(last) * tl.sum(overlap, 0)
-            d_gamma = tl.load(d_sums + share + of_head + i * HV, inside, other=0.0)
+            keys = tl.load(key + keys_begin + of_key, key_mask, other=0.0).to(operand)
+            of_last = tl.sum(found * keys.to(tl.float32), 1)
+            d_gamma += of_last
         if DELTA:
-            if GATE:
-                erased *= tl.exp2(sums)[:, None]
-            x = tl.load(erasing + place * (SIZE * SIZE) + of_pair)
-            erased = tl.dot(x, keys, -erased, input_precision=PRECISION)
-            by_key = tl.sum(erased * wide, 1)
-            own = tl.load(by_strength + of_head + i * HV, inside & (block + i * 0 == 0), other=0.0)
-            tl.store(d_beta + share + of_head + i * HV, own + by_key, written)
-            strength = tl.load(beta + of_head + i * HV, inside, other=0.0).to(tl.float32)
-            d_keys += strength[:, None] * erased
             x = tl.load(erasing + place * (SIZE * SIZE) + transposed)
-            found = tl.dot(x, (strength[:, None] * wide).to(operand), found, input_precision=PRECISION)
-            if GATE:
-                d_gamma += strength * by_key
+            # The modifier keeps this load apart from the last one, whose layout is that of accumulators.
+            keys = tl.load(key + keys_begin + of_key, key_mask, other=0.0, cache_modifier=".ca").to(operand)
+            scaled = (strength[:, None] * keys.to(tl.float32)).to(operand)
+            found = tl.dot(x, scaled, found, input_precision=PRECISION)
         queries = tl.load(query + keys_begin + of_key, key_mask, other=0.0).to(operand)
         y = tl.load(pairs + place * (SIZE * SIZE) + transposed)
         found = tl.dot(y, queries, found, input_precision=PRECISION)
-        same = tl.load(diagonal + of_head + i * HV, inside, other=0.0)
-        d_keys += found + same[:, None] * queries.to(tl.float32)
+        d_keys += found
+        same += tl.load(diagonal + of_head + i * HV, inside, other=0.0)
         if GATE:
-            d_gamma -= tl.sum(found * wide, 1)
-            d_gamma = tl.where(inside, tl.cumsum(d_gamma, 0, reverse=True) + total, 0.0)
+            keys = tl.load(key + keys_begin + of_key, key_mask, other=0.0).to(operand)
+            d_gamma -= tl.sum(found * keys.to(tl.float32), 1)
+            # 2^(γ_C - γ) has the decays behind a token, and 2^γ_C those of all.
+            d_gamma = tl.cumsum(d_gamma, 0, reverse=True) + tl.cumsum(of_last, 0) - of_last
+            d_gamma = tl.where(inside, d_gamma + tl.exp2(last) * tl.sum(overlap, 0), 0.0)
             tl.store(d_decay + share + of_head + i * HV, d_gamma, written)
+    queries = tl.load(query + keys_begin + of_key, key_mask, other=0.0)
+    d_keys += same[:, None] * queries.to(tl.float32)
     target = written[:, None] & k_inside[None, :]
     tl.store(d_key + keys_begin + of_key, d_keys.to(d_key.dtype.element_ty), target)
+
+
+@triton.jit
+def normalized_gradients(
+    x, d_normalized, d_x,
+    ROWS: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Computes the gradient of rows [rows, K] from that of x / √(Σ x² + ε); it is 0 where that is, whatever x is."""
+    row, k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
+    place, mask = row[:, None] * K + k[None, :], (row < ROWS)[:, None] & (k < K)[None, :]
+    wide = tl.load(x + place, mask, other=0.0).to(tl.float32)
+    gradient = tl.load(d_normalized + place, mask, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 1) + EPS)
+    along = tl.sum(wide * gradient, 1) * inverse * inverse
+    found = inverse[:, None] * (gradient - along[:, None] * wide)
+    # Rows of padding may hold NaN.
+    reached = tl.sum(tl.abs(gradient), 1) != 0
+    tl.store(d_x + place, tl.where(reached[:, None], found, 0.0).to(d_x.dtype.element_ty), mask)

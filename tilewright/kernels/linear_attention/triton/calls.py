@@ -214,8 +214,8 @@ def backward(
         **launched,
     )  # fmt: skip
     if inputs.qk_l2norm:
-        pull_back = jax.vjp(lambda query, key: normalized(inputs, query, key), inputs.query, inputs.key)[1]
-        d_query, d_key = _without_padding(chunks, pull_back((d_query, d_key)))
+        d_query = _normalized_gradients(inputs, inputs.query, d_query)
+        d_key = _normalized_gradients(inputs, inputs.key, d_key)
     found = {"query": d_query, "key": d_key, "value": d_value, "initial_state": d_initial}
     if delta:
         found["beta"] = d_beta.sum(0)
@@ -307,11 +307,23 @@ def _state_gradients(
     return d_updates, d_states, d_initial
 
 
-def _without_padding(chunks: Chunks, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Zeros where a token belongs to no sequence, whose query and key may be NaN."""
-    from tilewright.kernels.sequences import sequence_ids, without_padding
+def _normalized_gradients(inputs: LinearAttentionInputs, x: jax.Array, d_normalized: jax.Array) -> jax.Array:
+    """The gradient of queries or keys from that of the normalized ones; zeros where a token is of no sequence."""
+    from tilewright.kernels.linear_attention.triton import backward_kernels as kernels
 
-    inputs = chunks.inputs
-    ids = sequence_ids(inputs.batch, inputs.length, cum_seqlens=inputs.cum_seqlens, seq_lengths=inputs.seq_lengths)
-    first, second = (without_padding(x, ids) for x in gradients)
-    return first, second
+    rows, width = x.size // inputs.key_dim, power_of_two(inputs.key_dim)
+    block = max(4096 // width, 1)
+    (found,) = launch(
+        kernels.normalized_gradients,
+        [x, d_normalized],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        grid=[-(-rows // block)],
+        constants={
+            "ROWS": rows,
+            "K": inputs.key_dim,
+            "EPS": float(inputs.l2norm_eps),
+            "BLOCK": block,
+            "BLOCK_K": width,
+        },
+    )
+    return found

@@ -54,6 +54,16 @@ def solved(solve, rest, operand: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def rows_of_chunks(chunks, begin, count):
+    """The first row of consecutive chunks of a sequence, and the number of their tokens: all but the last are full.
+
+    A loop over chunks that has no load of where they lie is pipelined: its other loads are issued chunks ahead.
+    """
+    first = tl.load(chunks + 3 * begin, mask=count > 0, other=0).to(tl.int64)
+    return first, (count - 1) * SIZE + tl.load(chunks + 3 * (begin + count - 1) + 2, mask=count > 0, other=0)
+
+
+@triton.jit
 def chunk_states(
     key, value, beta, inverse, gamma, initial, chunks, sequences, states, updates, final,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -74,13 +84,12 @@ def chunk_states(
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     if INITIAL:
         state = tl.load(initial + (sequence * HV + head).to(tl.int64) * (K * V) + of_state, state_inside, other=0.0)
+    row, tokens = rows_of_chunks(chunks, begin, count)
     for number in tl.range(0, count):
-        chunk = begin + number
-        place = chunk.to(tl.int64) * HV + head
+        place = (begin + number).to(tl.int64) * HV + head
         narrow = state.to(operand)
         tl.store(states + place * (K * V) + of_state, narrow, state_inside)
-        first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
-        inside = i < tokens
+        first, inside = row + number * SIZE, i + number * SIZE < tokens
         key_inside, value_inside = inside[:, None] & (k < K)[None, :], inside[:, None] & (v < V)[None, :]
         keys = tl.load(key + (first * H + head // key_head) * K + of_key, key_inside, other=0.0).to(operand)
         update = tl.load(value + (first * HV + head) * V + of_value, value_inside, other=0.0).to(tl.float32)
