@@ -56,6 +56,38 @@ def chunk_table(
     return ChunkTable(chunks.astype(jnp.int32), sequences.astype(jnp.int32))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SegmentTable:
+    """Segments of consecutive chunks, which begin where sequences begin.
+
+    Attributes:
+      segments: int32 ``[segments, 2]``: the first chunk, and the number of chunks, which is 0 for spare ones.
+      sequences: int32 ``[sequences, 2]``: the first segment, and the number of segments, which may be 0.
+    """
+
+    segments: jax.Array
+    sequences: jax.Array
+
+    @property
+    def num_segments(self) -> int:
+        """The static number of segments, spare ones included."""
+        return self.segments.shape[0]
+
+
+def segment_table(table: ChunkTable, size: int) -> SegmentTable:
+    """Segments of ``size`` chunks, but for the last one of each sequence; their number depends on shapes alone."""
+    first_chunk, chunks = table.sequences[:, 0], table.sequences[:, 1]
+    per_sequence = -(-chunks // size)
+    last = jnp.cumsum(per_sequence, dtype=jnp.int32)
+    first = last - per_sequence
+    segment = jnp.arange(table.num_chunks // size + table.num_sequences, dtype=jnp.int32)
+    owner = jnp.minimum(number_up_to(last, segment), table.num_sequences - 1)
+    begin = size * (segment - first[owner])
+    segments = jnp.stack([first_chunk[owner] + begin, jnp.clip(chunks[owner] - begin, 0, size)], -1)
+    return SegmentTable(segments.astype(jnp.int32), jnp.stack([first, per_sequence], -1).astype(jnp.int32))
+
+
 def _packed(length: int, cum_seqlens: jax.Array) -> ChunkTable:
     bounds = jnp.clip(cum_seqlens, 0, length)
     count = bounds.shape[0] - 1

@@ -81,9 +81,12 @@ def state_gradients(
     query, key, d_out, beta, inverse, gamma, d_final, chunks, sequences, d_updates, d_states, d_initial,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
-    SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    MAP: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Goes back through the chunks of a sequence: writes D behind each, and d_updates over Pᵀ dO."""
+    """Goes back through the chunks of a sequence: writes D behind each, and d_updates over Pᵀ dO.
+
+    With MAP only D before the first one is written.
+    """
     v_blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     block, head = tl.program_id(0) % v_blocks, tl.program_id(0) // v_blocks % HV
     sequence = tl.program_id(0) // (v_blocks * HV)
@@ -102,7 +105,8 @@ def state_gradients(
         number = count - 1 - back
         place = (begin + number).to(tl.int64) * HV + head
         narrow = state.to(operand)
-        tl.store(d_states + place * (K * V) + of_state, narrow, state_inside)
+        if not MAP:
+            tl.store(d_states + place * (K * V) + of_state, narrow, state_inside)
         first, inside = row + number * SIZE, i + number * SIZE < tokens
         key_inside, value_inside = inside[:, None] & (k < K)[None, :], inside[:, None] & (v < V)[None, :]
         rows, values = (first * H + head // key_head) * K, (first * HV + head) * V
@@ -127,7 +131,8 @@ def state_gradients(
             if GATE:
                 erased *= tl.exp2(sums)
             state = tl.dot(tl.trans(keys), (erased[:, None] * update).to(operand), state, input_precision=PRECISION)
-        tl.store(d_updates + values + of_value, update.to(operand), value_inside)
+        if not MAP:
+            tl.store(d_updates + values + of_value, update.to(operand), value_inside)
     if INITIAL:
         tl.store(d_initial + (sequence * HV + head).to(tl.int64) * (K * V) + of_state, state, state_inside)
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from tilewright.kernels.linear_attention.chunks import CHUNK, ChunkTable, chunk_table
+from tilewright.kernels.linear_attention.chunks import CHUNK, ChunkTable, chunk_table, segment_table
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults, l2_normalized
 from tilewright.kernels.linear_attention.inverse import chunk_inverse
+from tilewright.kernels.linear_attention.triton import segments
 from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, TritonPass
 from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
@@ -74,9 +75,10 @@ class Chunks:
         """Shape and dtype of an output; without elements if it is not ``present``."""
         return jax.ShapeDtypeStruct(shape if present else (0,), dtype)
 
-    def states(self, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    def states(self, dtype: DTypeLike, *, present: bool = True) -> jax.ShapeDtypeStruct:
         inputs = self.inputs
-        return self.struct(dtype, self.table.num_chunks, inputs.value_heads, inputs.key_dim, inputs.value_dim)
+        shape = self.table.num_chunks, inputs.value_heads, inputs.key_dim, inputs.value_dim
+        return self.struct(dtype, *shape, present=present)
 
     def pairs(self) -> jax.ShapeDtypeStruct:
         """A number for each pair of tokens of a chunk."""
@@ -118,26 +120,48 @@ def chunked(inputs: LinearAttentionInputs) -> Chunks:
     return Chunks(inputs, table, query, key, gamma, inverse)
 
 
-def state_pass(chunks: Chunks, tile: TritonPass, *, final: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The states before all chunks, the updates, which are the values without a delta rule, and the last states."""
+def state_pass(
+    chunks: Chunks, params: TritonLinearAttentionParams, *, final: bool
+) -> tuple[jax.Array, jax.Array, jax.Array, segments.Segments | None]:
+    """The states before all chunks, the updates, the last states, and the segments of a split call.
+
+    The updates are the values without a delta rule.
+    """
+    inputs, tile = chunks.inputs, params.states
+    if not params.segment:
+        states, updates, last = _chunk_states(chunks, tile, chunks.table.sequences, inputs.initial_state, final=final)
+        return states, updates, last, None
+    table = segment_table(chunks.table, params.segment)
+    maps = _chunk_states(chunks, tile, table.segments, None, final=True, only_maps=True)[2]
+    split = segments.Segments(inputs, table, params.segment, maps, chunks.gamma)
+    begins = split.states(maps, inputs.initial_state)
+    states, updates, ends = _chunk_states(chunks, tile, table.segments, begins, final=final)
+    return states, updates, split.outermost(ends, inputs.initial_state) if final else ends, split
+
+
+def _chunk_states(
+    chunks: Chunks, tile: TritonPass, spans: jax.Array, initial: jax.Array | None, *, final: bool, only_maps: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The pass over states, of sequences or of segments; or what is made of any state."""
     from tilewright.kernels.linear_attention.triton import forward_kernels as kernels
 
-    inputs, table = chunks.inputs, chunks.table
+    inputs = chunks.inputs
     constants = chunks.constants(tile, power_of_two(inputs.key_dim, MIN_DOT), states=True)
     delta = inputs.beta is not None
+    columns = inputs.value_dim + (inputs.key_dim if only_maps and delta else 0)
     states, updates, last = launch(
         kernels.chunk_states,
         [
-            chunks.key, inputs.value, absent(inputs.beta), chunks.inverse, chunks.gamma, absent(inputs.initial_state),
-            table.chunks, table.sequences,
+            chunks.key, inputs.value, absent(inputs.beta), chunks.inverse, chunks.gamma, absent(initial),
+            chunks.table.chunks, spans,
         ],
         [
-            chunks.states(chunks.operand),
-            chunks.struct(chunks.operand, *inputs.value.shape, present=delta),
-            chunks.struct(jnp.float32, *inputs.state_shape, present=final),
+            chunks.states(chunks.operand, present=not only_maps),
+            chunks.struct(chunks.operand, *inputs.value.shape, present=delta and not only_maps),
+            chunks.struct(jnp.float32, spans.shape[0], inputs.value_heads, inputs.key_dim, columns, present=final),
         ],
-        grid=[table.num_sequences * inputs.value_heads * chunks.blocks(constants)],
-        constants=constants | {"INITIAL": inputs.initial_state is not None, "FINAL": final},
+        grid=[spans.shape[0] * inputs.value_heads * -(-columns // constants["BLOCK_V"])],
+        constants=constants | {"INITIAL": initial is not None, "FINAL": final, "MAP": only_maps},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
@@ -149,7 +173,7 @@ def forward(inputs: LinearAttentionInputs, params: TritonLinearAttentionParams) 
     from tilewright.kernels.linear_attention.triton import forward_kernels as kernels
 
     chunks = chunked(inputs)
-    states, updates, last = state_pass(chunks, params.states, final=inputs.return_state)
+    states, updates, last, _ = state_pass(chunks, params, final=inputs.return_state)
     tile = params.tokens
     constants = chunks.constants(tile, _block_k(inputs), scale=True)
     (out,) = launch(
@@ -171,10 +195,10 @@ def backward(
     from tilewright.kernels.linear_attention.triton import backward_kernels as kernels
 
     chunks = chunked(inputs)
-    states, updates, _ = state_pass(chunks, params.states, final=False)
+    states, updates, _, split = state_pass(chunks, params, final=False)
     d_out = jnp.zeros_like(inputs.value) if cotangents.out is None else cotangents.out
     d_updates, pairs, diagonal = _local_gradients(chunks, d_out, updates, params.tokens)
-    d_updates, d_states, d_initial = _state_gradients(chunks, d_out, d_updates, cotangents.state, params.states)
+    d_updates, d_states, d_initial = _state_gradients(chunks, d_out, d_updates, cotangents.state, params.states, split)
     delta, gate = inputs.beta is not None, inputs.log_decay is not None
     tile = params.tokens
     constants = chunks.constants(tile, _block_k(inputs))
@@ -279,32 +303,60 @@ def _pair_gradients(
 
 
 def _state_gradients(
-    chunks: Chunks, d_out: jax.Array, d_updates: jax.Array, d_final: jax.Array | None, tile: TritonPass
+    chunks: Chunks,
+    d_out: jax.Array,
+    d_updates: jax.Array,
+    d_final: jax.Array | None,
+    tile: TritonPass,
+    split: segments.Segments | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of the updates, of the states behind all chunks, and of the initial states."""
+    initial = chunks.inputs.initial_state is not None
+    given = chunks, d_out, d_updates, tile
+    if split is None:
+        return _gradients_of_spans(*given, chunks.table.sequences, d_final, initial=initial)
+    d_external = _gradients_of_spans(*given, split.table.segments, None, initial=True, only_maps=True)[2]
+    ends = split.states(d_external, d_final, reverse=True)
+    d_updates, d_states, begins = _gradients_of_spans(*given, split.table.segments, ends, initial=initial)
+    return d_updates, d_states, split.outermost(begins, d_final, first=True) if initial else begins
+
+
+def _gradients_of_spans(
+    chunks: Chunks,
+    d_out: jax.Array,
+    d_updates: jax.Array,
+    tile: TritonPass,
+    spans: jax.Array,
+    d_final: jax.Array | None,
+    *,
+    initial: bool,
+    only_maps: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same of sequences or of segments; or only the gradients before them."""
     from tilewright.kernels.linear_attention.triton import backward_kernels as kernels
 
-    inputs, table = chunks.inputs, chunks.table
+    inputs = chunks.inputs
     constants = chunks.constants(tile, power_of_two(inputs.key_dim, MIN_DOT), states=True, scale=True)
-    initial = inputs.initial_state is not None
-    d_states, d_initial, d_updates = launch(
+    shape = spans.shape[0], *inputs.state_shape[1:]
+    found = launch(
         kernels.state_gradients,
         [
             chunks.query, chunks.key, d_out, absent(inputs.beta), chunks.inverse, chunks.gamma, absent(d_final),
-            table.chunks, table.sequences, d_updates,
+            chunks.table.chunks, spans, d_updates,
         ],
         [
-            chunks.states(chunks.operand),
-            chunks.struct(jnp.float32, *inputs.state_shape, present=initial),
-            chunks.struct(d_updates.dtype, *d_updates.shape),
+            chunks.states(chunks.operand, present=not only_maps),
+            chunks.struct(jnp.float32, *shape, present=initial),
+            *([] if only_maps else [chunks.struct(d_updates.dtype, *d_updates.shape)]),
         ],
-        grid=[table.num_sequences * inputs.value_heads * chunks.blocks(constants)],
-        constants=constants | {"INITIAL": initial, "FINAL": d_final is not None},
+        grid=[spans.shape[0] * inputs.value_heads * chunks.blocks(constants)],
+        constants=constants | {"INITIAL": initial, "FINAL": d_final is not None, "MAP": only_maps},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        in_place={2: 9},
+        in_place={} if only_maps else {2: 9},
     )  # fmt: skip
-    return d_updates, d_states, d_initial
+    d_states, d_initial = found[:2]
+    return d_updates if only_maps else found[2], d_states, d_initial
 
 
 def _normalized_gradients(inputs: LinearAttentionInputs, x: jax.Array, d_normalized: jax.Array) -> jax.Array:

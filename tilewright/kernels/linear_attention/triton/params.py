@@ -42,12 +42,17 @@ class TritonLinearAttentionParams:
     Attributes:
       states: the pass from chunk to chunk, over states or over their gradients.
       tokens: the passes that are parallel over chunks.
+      segment: chunks of a segment; sequences are split into segments that run at once, and whose effect on a state is
+        computed first. With 0 they are not split.
     """
 
     states: TritonPass
     tokens: TritonPass
+    segment: int = 0
 
     def __post_init__(self) -> None:
+        if type(self.segment) is not int or self.segment < 0:
+            raise ValueError(f"segment must not be negative, got {self.segment!r}")
         for name in ("states", "tokens"):
             if not isinstance(getattr(self, name), TritonPass):
                 raise TypeError(f"{name} must be a TritonPass, got {getattr(self, name)!r}")
