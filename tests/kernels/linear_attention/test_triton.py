@@ -14,6 +14,7 @@ from tests.kernels.conformance import check_candidates
 from tests.kernels.conftest import A100, H100, RTX5090
 from tests.kernels.linear_attention.conformance import exact, inputs_of
 from tests.kernels.linear_attention.gpu_conformance import CASES, SMALL, GpuConformance, relative_error
+from tilewright.kernels.linear_attention.chunks import chunk_table, segment_table
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
 from tilewright.kernels.linear_attention.triton.backend import TritonLinearAttention
 from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, TritonPass
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("unoptimised")
 
 BACKEND = TritonLinearAttention()
 PARAMS = TritonLinearAttentionParams(TritonPass(16, 4, 1), TritonPass(16, 4, 1))
+SPLIT = dataclasses.replace(PARAMS, segment=1)
 
 
 class TestTriton(GpuConformance):
@@ -38,9 +40,18 @@ class TestTriton(GpuConformance):
 run = TestTriton()
 
 
-def outputs(inputs: LinearAttentionInputs) -> Any:
+class Split(TestTriton):
+    """The same with sequences that are split into segments of one chunk."""
+
+    __test__ = False
+
+    def params(self, inputs: LinearAttentionInputs) -> tuple[Any, Any]:
+        return SPLIT, SPLIT
+
+
+def outputs(inputs: LinearAttentionInputs, params: TritonLinearAttentionParams = PARAMS) -> Any:
     with interpret_triton():
-        return jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, PARAMS))(inputs))
+        return jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, params))(inputs))
 
 
 def check(inputs: LinearAttentionInputs, factor: float = 2.0) -> dict[str, Any]:
@@ -79,13 +90,14 @@ def test_equal_keys_in_sixteen_bits():
     assert relative_error(outputs(inputs).out, exact(inputs, run.cotangents(inputs))["out"]) < 0.05
 
 
+@pytest.mark.parametrize("params", [PARAMS, SPLIT], ids=["whole", "split"])
 @pytest.mark.parametrize("total", [-9.0, -14.0, -30.0])
-def test_old_history_is_not_dropped(total: float):
+def test_old_history_is_not_dropped(total: float, params: TritonLinearAttentionParams):
     """What is left of one early value counts, relative to itself."""
     inputs = inputs_of(dataclasses.replace(SMALL, length=130))
     value = jnp.zeros_like(inputs.value).at[:, 0].set(1e4)
     inputs = inputs.replace(value=value, log_decay=jnp.full_like(inputs.log_decay, total / 130))
-    got, want = outputs(inputs).out, exact(inputs, run.cotangents(inputs))["out"]
+    got, want = outputs(inputs, params).out, exact(inputs, run.cotangents(inputs))["out"]
     assert relative_error(got[:, -1], want[:, -1]) < 1e-4
 
 
@@ -109,8 +121,9 @@ def test_zero_keys_have_finite_gradients():
     assert all(np.all(np.isfinite(x)) for x in got.values())
 
 
+@pytest.mark.parametrize("params", [PARAMS, SPLIT], ids=["whole", "split"])
 @pytest.mark.parametrize("at", [1, 16, 37, 64])
-def test_causal_to_the_bit(at: int):
+def test_causal_to_the_bit(at: int, params: TritonLinearAttentionParams):
     """Whatever follows, be it a decay of 0 or a large value."""
     inputs = inputs_of(dataclasses.replace(SMALL, value_heads=2))
     changed = inputs.replace(
@@ -120,21 +133,60 @@ def test_causal_to_the_bit(at: int):
         log_decay=inputs.log_decay.at[:, at:].set(-1000.0),
         beta=inputs.beta.at[:, at:].set(1.5),
     )
-    first, second = (np.asarray(outputs(each).out)[:, :at] for each in (inputs, changed))
+    first, second = (np.asarray(outputs(each, params).out)[:, :at] for each in (inputs, changed))
     np.testing.assert_array_equal(first, second)
 
 
-def test_a_sequence_has_the_same_bits_anywhere():
+@pytest.mark.parametrize("params", [PARAMS, SPLIT], ids=["whole", "split"])
+def test_a_sequence_has_the_same_bits_anywhere(params: TritonLinearAttentionParams):
     """Alone, behind others, and before others."""
     alone = inputs_of(dataclasses.replace(SMALL, length=70))
     noise = inputs_of(dataclasses.replace(SMALL, length=100))
-    want = outputs(alone).out
+    want = outputs(alone, params).out
     for begin in (0, 5, 30):
         names = ("query", "key", "value", "log_decay", "beta")
         place = {name: getattr(noise, name).at[:, begin : begin + 70].set(getattr(alone, name)) for name in names}
         bounds = jnp.asarray([0, begin, begin + 70, 100], jnp.int32)
-        got = outputs(noise.replace(**place, cum_seqlens=bounds)).out
+        got = outputs(noise.replace(**place, cum_seqlens=bounds), params).out
         np.testing.assert_array_equal(got[:, begin : begin + 70], want)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"length": 200, "value_heads": 2, "state": True},
+        {"length": 300, "value_heads": 2, "sequences": "cum_seqlens", "state": True, "key_dim": 20, "value_dim": 24},
+        {"length": 140, "gate": "none"},
+        {"length": 200, "value_heads": 2, "dtype": "bfloat16", "qk_l2norm": True, "state": True},
+        {"length": 300, "update": "add", "sequences": "cum_seqlens", "state": True},
+        {"length": 200, "update": "add", "gate": "head", "batch": 2, "sequences": "seq_lengths", "state": True},
+        {"length": 140, "update": "add", "gate": "none"},
+    ],
+    ids=lambda fields: "-".join(str(each) for each in fields.values()),
+)
+@pytest.mark.parametrize("segment", [1, 2])
+def test_split_sequences(fields: dict[str, Any], segment: int):
+    """Segments of one chunk, and of two with a shorter one behind them, have the states that a whole pass has."""
+    inputs = inputs_of(dataclasses.replace(SMALL, **fields))
+    split, params = Split(), dataclasses.replace(PARAMS, segment=segment)
+    split.params = lambda inputs: (params, params)  # type: ignore[method-assign]
+    cotangents = split.cotangents(inputs)
+    split.check(split.compiled(inputs)(inputs, cotangents), inputs, cotangents)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_segments_begin_where_sequences_begin(size: int):
+    """Each has its chunks in order, and what is spare has none."""
+    chunks = chunk_table(1, 1000, cum_seqlens=jnp.asarray([3, 3, 400, 464, 464, 900], jnp.int32))
+    table = segment_table(chunks, size)
+    segments, found = np.asarray(table.segments), []
+    assert np.sum(segments[:, 1]) == np.sum(chunks.sequences[:, 1])
+    for (first, count), (begin, number) in zip(np.asarray(table.sequences), np.asarray(chunks.sequences), strict=True):
+        of_sequence = [chunk for a, n in segments[first : first + count] for chunk in range(a, a + n)]
+        assert of_sequence == list(range(begin, begin + number))
+        assert all(n == size for _, n in segments[first : first + count][:-1])
+        found += of_sequence
+    assert len(found) == np.sum(segments[:, 1])
 
 
 @pytest.mark.parametrize("update", ["add", "delta"])
@@ -151,9 +203,12 @@ def test_two_halves_are_one(update: Any):
     assert relative_error(state, want.state) < 1e-6
 
 
-def test_empty_sequences_pass_states_on():
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_empty_sequences_pass_states_on(split: bool):
     inputs = inputs_of(CASES["gated delta packed"]).replace(cum_seqlens=jnp.asarray([9, 9, 40, 40, 40], jnp.int32))
-    got = check(inputs)
+    runner = Split() if split else run
+    got = runner.compiled(inputs)(inputs, run.cotangents(inputs))
+    run.check(got, inputs, run.cotangents(inputs))
     empty = np.array([0, 2, 3])
     np.testing.assert_array_equal(got["state"][empty], inputs.initial_state[empty])
     np.testing.assert_array_equal(got["d_initial_state"][empty], run.cotangents(inputs).state[empty])
@@ -223,3 +278,5 @@ def test_params_are_checked(wrong: tuple[Any, ...]):
         TritonPass(*wrong)
     with pytest.raises(TypeError, match="tokens must be a TritonPass, got None"):
         TritonLinearAttentionParams(TritonPass(16), None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="segment must not be negative, got -1"):
+        dataclasses.replace(PARAMS, segment=-1)
