@@ -127,7 +127,7 @@ def state_pass(
 
     The updates are the values without a delta rule.
     """
-    inputs, tile = chunks.inputs, params.states
+    inputs, tile = chunks.inputs, params.recomputed or params.states
     if not params.segment:
         states, updates, last = _chunk_states(chunks, tile, chunks.table.sequences, inputs.initial_state, final=final)
         return states, updates, last, None
@@ -140,7 +140,13 @@ def state_pass(
 
 
 def _chunk_states(
-    chunks: Chunks, tile: TritonPass, spans: jax.Array, initial: jax.Array | None, *, final: bool, only_maps: bool = False
+    chunks: Chunks,
+    tile: TritonPass,
+    spans: jax.Array,
+    initial: jax.Array | None,
+    *,
+    final: bool,
+    only_maps: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The pass over states, of sequences or of segments; or what is made of any state."""
     from tilewright.kernels.linear_attention.triton import forward_kernels as kernels

@@ -16,7 +16,7 @@ BLOCK_V = 32
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """What the segments of a call make of a state: M S + what they make of 0.
+    """The effect of the segments of a call on a state: M S + what they make of 0.
 
     Attributes:
       size: chunks of a segment at most.
@@ -69,7 +69,7 @@ class Segments:
         return found
 
     def outermost(self, of_segments: jax.Array, otherwise: jax.Array | None, *, first: bool = False) -> jax.Array:
-        """What the last or the first segment of each sequence has; ``otherwise``, or 0, if it has no segment."""
+        """The part of the last or the first segment of each sequence; ``otherwise``, or 0, if it has no segment."""
         begin, count = self.table.sequences[:, 0], self.table.sequences[:, 1]
         place = jnp.clip(begin if first else begin + count - 1, 0, self.table.num_segments - 1)
         found = of_segments[place]
