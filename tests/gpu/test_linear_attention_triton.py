@@ -33,6 +33,12 @@ CASES = {name: case for name, case in LinearAttention.cases.by_device["gpu"].ite
     ),
     "wide": LinearAttentionCase("", length=700, heads=2, key_dim=256, dtype="bfloat16", qk_l2norm=True, state=True),
     "float32": LinearAttentionCase("", length=1000, heads=2, key_dim=128, state=True),
+    "split": LinearAttentionCase(
+        "", length=8000, heads=2, value_heads=4, key_dim=128, dtype="bfloat16", qk_l2norm=True, state=True
+    ),
+    "split sums": LinearAttentionCase(
+        "", length=8000, heads=2, key_dim=64, update="add", dtype="bfloat16", state=True, sequences="cum_seqlens"
+    ),
     "delta without decays": LinearAttentionCase(
         "", length=2000, heads=4, key_dim=64, gate="none", dtype="bfloat16", qk_l2norm=True, state=True
     ),
@@ -89,7 +95,15 @@ def test_at_real_sizes(name: str):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(again[key], np.float32), err_msg=key)
 
 
-@pytest.mark.parametrize("name", ["packed", "float32"])
+def test_few_heads_are_split():
+    """So that the sizes above reach the passes over segments."""
+    for name in ("split", "split sums"):
+        args, kwargs = call_of(name)
+        inputs = LinearAttention().prepare(*args, **kwargs).structs
+        assert BACKEND.heuristic(inputs, current_device(), "backward").segment, name
+
+
+@pytest.mark.parametrize("name", ["packed", "split", "float32"])
 def test_every_candidate(name: str):
     args, kwargs = call_of(name)
     inputs, device = LinearAttention().prepare(*args, **kwargs).structs, current_device()
