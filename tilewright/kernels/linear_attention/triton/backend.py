@@ -1,10 +1,10 @@
-"""The Triton backend of linear attention with one decay per head, on NVIDIA GPUs from Ampere on."""
+"""The Triton backend of linear attention, on NVIDIA GPUs from Ampere on."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
-from tilewright.kernels.linear_attention.triton import calls
+from tilewright.kernels.linear_attention.triton import calls, channel_calls
 from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, footprints, listed_params
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
@@ -27,7 +27,7 @@ class TritonLinearAttention(
         LinearAttentionInputs, LinearAttentionResults, TritonLinearAttentionParams, TritonLinearAttentionParams
     ]
 ):  # fmt: skip
-    """Serves sums and delta rules with a decay for each head, or none; repeats bit for bit.
+    """Serves sums and delta rules with decays of heads or of channels, or none; repeats bit for bit.
 
     Operands of matmuls are bfloat16 for bfloat16 values, else float32 in TensorFloat-32; sums are float32.
     """
@@ -48,8 +48,6 @@ class TritonLinearAttention(
             array = inputs.arrays[name]
             if array is not None and array.dtype.name not in DTYPES:
                 reasons.append(f"{name} must be one of {DTYPES}, got {array.dtype}")
-        if inputs.gate == "channel":
-            reasons.append("its decays are those of heads, got one for each channel of the keys")
         for name in ("key_dim", "value_dim"):
             if getattr(inputs, name) > MAX_DIM:
                 reasons.append(f"{name} must be at most {MAX_DIM}, got {getattr(inputs, name)}")
@@ -83,7 +81,8 @@ class TritonLinearAttention(
         return footprints(inputs, device, direction, params)
 
     def forward(self, inputs: LinearAttentionInputs, params: TritonLinearAttentionParams) -> LinearAttentionResults:
-        return run_with_sequential_vmap(lambda inputs: calls.forward(inputs, params), inputs)
+        passes = channel_calls if inputs.gate == "channel" else calls
+        return run_with_sequential_vmap(lambda inputs: passes.forward(inputs, params), inputs)
 
     def backward(
         self,
@@ -92,4 +91,5 @@ class TritonLinearAttention(
         cotangents: LinearAttentionResults,
         params: TritonLinearAttentionParams,
     ) -> dict[str, Any]:
-        return run_with_sequential_vmap(lambda given: calls.backward(*given, params), (inputs, cotangents))
+        passes = channel_calls if inputs.gate == "channel" else calls
+        return run_with_sequential_vmap(lambda given: passes.backward(*given, params), (inputs, cotangents))

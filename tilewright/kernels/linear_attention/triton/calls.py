@@ -150,7 +150,7 @@ def forward(inputs: LinearAttentionInputs, params: TritonLinearAttentionParams) 
     chunks = chunked(inputs)
     states, updates, last = state_pass(chunks, params.states, final=inputs.return_state)
     tile = params.tokens
-    constants = chunks.constants(tile, _block_k(inputs), scale=True)
+    constants = chunks.constants(tile, block_k(inputs), scale=True)
     (out,) = launch(
         kernels.chunk_outputs,
         [chunks.query, chunks.key, updates, states, chunks.gamma, chunks.table.chunks],
@@ -201,8 +201,7 @@ def backward(
         num_stages=tile.num_stages,
     )  # fmt: skip
     if inputs.qk_l2norm:
-        pull_back = jax.vjp(lambda query, key: normalized(inputs, query, key), inputs.query, inputs.key)[1]
-        d_query, d_key = _without_padding(chunks, pull_back((d_query, d_key)))
+        d_query, d_key = normalized_gradients(inputs, d_query, d_key)
     found = {"query": d_query, "key": d_key, "value": d_value if delta else d_updates, "initial_state": d_initial}
     if delta:
         found["beta"] = d_beta.sum(0)
@@ -212,8 +211,8 @@ def backward(
     return {name: found[name].astype(getattr(inputs, name).dtype) for name in inputs.gradients}
 
 
-def _block_k(inputs: LinearAttentionInputs) -> int:
-    """Channels of keys of a step, or of a program where each has some."""
+def block_k(inputs: LinearAttentionInputs) -> int:
+    """Channels of keys of a step."""
     widest = 64 if operand_dtype(inputs.value.dtype) == jnp.bfloat16 else 32
     return min(power_of_two(inputs.key_dim, MIN_DOT), widest)
 
@@ -222,7 +221,7 @@ def _local_gradients(chunks: Chunks, d_out: jax.Array, tile: TritonPass) -> jax.
     from tilewright.kernels.linear_attention.triton import backward_kernels as kernels
 
     inputs = chunks.inputs
-    constants = chunks.constants(tile, _block_k(inputs), scale=True)
+    constants = chunks.constants(tile, block_k(inputs), scale=True)
     (found,) = launch(
         kernels.local_gradients,
         [chunks.query, chunks.key, d_out, chunks.gamma, chunks.table.chunks],
@@ -264,11 +263,14 @@ def _state_gradients(
     return d_updates, d_states, d_initial
 
 
-def _without_padding(chunks: Chunks, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Zeros where a token belongs to no sequence, whose query and key may be NaN."""
+def normalized_gradients(
+    inputs: LinearAttentionInputs, d_query: jax.Array, d_key: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of queries and keys from those of normalized ones; zeros where a token belongs to no sequence."""
     from tilewright.kernels.sequences import sequence_ids, without_padding
 
-    inputs = chunks.inputs
+    pull_back = jax.vjp(lambda query, key: normalized(inputs, query, key), inputs.query, inputs.key)[1]
     ids = sequence_ids(inputs.batch, inputs.length, cum_seqlens=inputs.cum_seqlens, seq_lengths=inputs.seq_lengths)
-    first, second = (without_padding(x, ids) for x in gradients)
+    # Where there is none, query and key may be NaN.
+    first, second = (without_padding(x, ids) for x in pull_back((d_query, d_key)))
     return first, second

@@ -65,8 +65,14 @@ def footprints(
     tile, itemsize = params.states, 2 if inputs.value.dtype.name == "bfloat16" else 4
     key_dim = power_of_two(inputs.key_dim, MIN_DOT)
     block_v = min(tile.block_v, power_of_two(inputs.value_dim, MIN_DOT))
-    both = 2 if direction == "backward" else 1
-    loads = both * CHUNK * (key_dim + block_v) * itemsize + (CHUNK * CHUNK * 4 if inputs.beta is not None else 0)
+    backward, delta = direction == "backward", inputs.beta is not None
+    # Of tokens: queries and keys; with decays of channels keys as they read and as they write, and scores backward.
+    of_keys, of_values = 1 + backward, 1 + backward
+    if inputs.gate == "channel":
+        of_keys, of_values = 1 + backward + delta, 1
+    loads = CHUNK * (of_keys * key_dim + of_values * block_v) * itemsize + (CHUNK * CHUNK * 4 if delta else 0)
+    if inputs.gate == "channel" and backward:
+        loads += CHUNK * CHUNK * itemsize
     state = key_dim * block_v * itemsize
     if has_wgmma(device):
         shared = tile.num_stages * loads + state + CHUNK * block_v * itemsize
@@ -96,6 +102,7 @@ def listed_params(
     tokens = [TritonPass(tile, 4, 2), TritonPass(min(most, 128), 8, 2), TritonPass(min(most, 32), 4, 3)]
     if not forward:
         # With two stages a few of the accumulators spill.
+        tile = min(tile, 32) if inputs.gate == "channel" else tile
         tokens = [TritonPass(tile, 8, 1), TritonPass(tile, 8, 2), TritonPass(min(most, 32), 8, 1)]
     states = [TritonPass(width, count, depth) for width in widths for count in warps for depth in stages]
     listed = [TritonLinearAttentionParams(each, tokens[0]) for each in states]
