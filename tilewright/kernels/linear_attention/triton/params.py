@@ -65,19 +65,21 @@ def footprints(
     tile, itemsize = params.states, 2 if inputs.value.dtype.name == "bfloat16" else 4
     key_dim = power_of_two(inputs.key_dim, MIN_DOT)
     block_v = min(tile.block_v, power_of_two(inputs.value_dim, MIN_DOT))
-    backward, delta = direction == "backward", inputs.beta is not None
-    # Of tokens: queries and keys; with decays of channels keys as they read and as they write, and scores backward.
-    of_keys, of_values = 1 + backward, 1 + backward
-    if inputs.gate == "channel":
-        of_keys, of_values = 1 + backward + delta, 1
-    loads = CHUNK * (of_keys * key_dim + of_values * block_v) * itemsize + (CHUNK * CHUNK * 4 if delta else 0)
-    if inputs.gate == "channel" and backward:
-        loads += CHUNK * CHUNK * itemsize
+    backward, delta, channel = direction == "backward", inputs.beta is not None, inputs.gate == "channel"
+    # Of tokens: keys, backward queries, too; with decays of channels a delta rule has keys twice, as they read and as
+    # they write. Without a pipeline they are not there at once.
+    of_keys = min(1 + backward + (channel and delta), 3 if tile.num_stages > 1 else 2)
+    of_values = 2 if backward and not channel else 1
+    of_pairs = 4 * delta + itemsize * (channel and backward)
+    loads = CHUNK * ((of_keys * key_dim + of_values * block_v) * itemsize + CHUNK * of_pairs)
     state = key_dim * block_v * itemsize
     if has_wgmma(device):
         shared = tile.num_stages * loads + state + CHUNK * block_v * itemsize
     else:
-        shared = (tile.num_stages - 1) * loads + state + CHUNK * key_dim * itemsize
+        shared = (tile.num_stages - 1) * loads + state
+        shared += CHUNK * max(key_dim * itemsize, CHUNK * 4 if channel and delta else 0)
+    if channel:  # the last sums, strengths, and values in another layout
+        shared += tile.num_stages * 4 * (key_dim + CHUNK) + 2 * CHUNK * block_v * itemsize
     blocks = inputs.sequences * inputs.value_heads * -(-inputs.value_dim // block_v)
     return [Footprint(blocks=blocks, threads=32 * tile.num_warps, shared_bytes=shared)]
 
