@@ -41,7 +41,12 @@ CASES: dict[str, LinearAttentionCase] = {
         "gated bfloat16": {"gate": "channel", "update": "add", "dtype": "bfloat16", "scale": 1.0, "state": True},
         "gated packed": {"gate": "channel", "update": "add", "length": 130, "sequences": "cum_seqlens", "state": True},
         "removal": {"gate": "channel", "update": "removal", "length": 40},
-        "bonus": {"gate": "channel", "update": "bonus", "length": 40},
+        "bonus": {"gate": "channel", "update": "bonus", "heads": 2, "value_heads": 4, "state": True},
+        "bonus bfloat16": {"gate": "channel", "update": "bonus", "dtype": "bfloat16", "key_dim": 20, "qk_l2norm": True},
+        "bonus packed": {
+            "gate": "channel", "update": "bonus", "length": 140, "sequences": "cum_seqlens", "state": True,
+        },
+        "bonus with a decay of tokens": {"update": "bonus"},
         "segments": {"batch": 2, "sequences": "segment_ids"},
     }.items()
 }  # fmt: skip

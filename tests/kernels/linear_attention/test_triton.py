@@ -70,7 +70,7 @@ def test_gates(pattern: str, gate: Any, update: Any):
     assert all(np.all(np.isfinite(x)) for x in got.values())
 
 
-@pytest.mark.parametrize("update", ["add", "delta"])
+@pytest.mark.parametrize("update", ["add", "delta", "bonus"])
 @pytest.mark.parametrize("pattern", ["one channel", "every other channel", "one token", "by token and channel"])
 def test_gates_of_channels(pattern: str, update: Any):
     """Some of them forget all and the others nothing: no factor of a block of tokens holds both."""
@@ -217,8 +217,10 @@ def test_what_it_declines():
         inputs = inputs_of(CASES[name]).structs
         return "; ".join(BACKEND.not_supported_reasons(inputs, device, "forward"))
 
-    assert {name for name in CASES if reasons(name)} == {"removal", "bonus", "segments"}
-    assert "does not serve bonus" in reasons("bonus")
+    declined = {"removal", "bonus with a decay of tokens", "segments"}
+    assert {name for name in CASES if reasons(name)} == declined
+    assert "does not serve removal" in reasons("removal")
+    assert "needs a decay of each channel" in reasons("bonus with a decay of tokens")
     assert "does not serve segment_ids" in reasons("segments")
     assert "needs a CUDA GPU" in reasons("delta", Device("cpu", "cpu"))
     assert "key_dim must be at most 256, got 257" in "; ".join(

@@ -39,15 +39,17 @@ class TritonLinearAttention(
     late_import: ClassVar[str] = "triton"
     keeps_lowering: ClassVar[bool] = True
     serves: ClassVar[frozenset[str]] = frozenset(
-        {"log_decay", "beta", "initial_state", "cum_seqlens", "seq_lengths", "qk_l2norm", "l2norm_eps"}
+        {"log_decay", "beta", "bonus", "initial_state", "cum_seqlens", "seq_lengths", "qk_l2norm", "l2norm_eps"}
     )
 
     def reasons(self, inputs: LinearAttentionInputs, device: Device, direction: Direction) -> list[str]:
         reasons = unavailable(device)
-        for name in ("value", "log_decay", "beta"):
+        for name in ("value", "log_decay", "beta", "bonus"):
             array = inputs.arrays[name]
             if array is not None and array.dtype.name not in DTYPES:
                 reasons.append(f"{name} must be one of {DTYPES}, got {array.dtype}")
+        if inputs.bonus is not None and inputs.gate != "channel":
+            reasons.append("with a bonus it needs a decay of each channel of the keys")
         for name in ("key_dim", "value_dim"):
             if getattr(inputs, name) > MAX_DIM:
                 reasons.append(f"{name} must be at most {MAX_DIM}, got {getattr(inputs, name)}")

@@ -10,8 +10,9 @@ With D the gradient of the state behind a chunk (``d_states``):
   dK       of tokens that read: -2^γ (β dR) Sᵀ, and β Σ_j X_ij k_jc 2^(γ_ic - γ_jc);
            of tokens that write: 2^(γ_C - γ) U Dᵀ, and Σ_i (Y_ij q_ic + β_i X_ij k_ic) 2^(γ_ic - γ_jc)
   dV, dβ   β dR, and the row sums of dR ⊙ (V - Kγ S) and of X ⊙ A(k, k); β may be 0, so nothing is divided by it
-  dγ       q dQ + k dK of what reads, less k dK of what writes; γ_C has k dK of what the state behind has, and 2^γ_C <S, D>
-  dg       sums of dγ from each token to the end of its chunk
+  dγ       q dQ + k dK of what reads, less k dK of what writes; γ_C has k dK of what the state behind has, and
+           2^γ_C <S, D>
+  dg       sums of dγ from each token to the end of its chunk, with a bonus without what reads the token's own q
 
 Above the diagonal of Y and X are their transposes, that of X with β: of a pair of halves, which are products of their
 own, the rows of later tokens then are what reads and those of earlier ones what writes, in one matmul for both.
@@ -20,7 +21,7 @@ own, the rows of later tokens then are what reads and those of earlier ones what
 import triton
 import triton.language as tl
 
-from tilewright.kernels.linear_attention.triton.channel_kernels import anchored, is_later, is_parted
+from tilewright.kernels.linear_attention.triton.channel_kernels import anchored, is_later, is_parted, sums_before
 from tilewright.kernels.linear_attention.triton.forward_kernels import solved
 
 SIZE = tl.constexpr(64)
@@ -122,14 +123,15 @@ def channel_pair_gradients(
 
 @triton.jit
 def channel_token_gradients(
-    query, key, beta, updates, d_out, d_updates, states, d_states, d_scores, d_products, gamma, chunks, rows_of_all,
-    d_query, d_key, d_beta, d_decay,
+    query, key, beta, bonus, updates, d_out, d_updates, states, d_states, d_scores, d_products, gamma, chunks,
+    rows_of_all, d_query, d_key, d_beta, d_bonus, d_decay,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, DELTA: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, DELTA: tl.constexpr, BONUS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of a block of channels of the keys of a chunk, from all value heads of a key head.
 
-    d_beta   [blocks of K, rows, HV], each block's share
+    d_beta    [blocks of K, rows, HV], each block's share
+    d_bonus   [chunks, HV, K], each chunk's share
     """
     k_blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     block, key_head = tl.program_id(0) % k_blocks, tl.program_id(0) // k_blocks % H
@@ -176,10 +178,14 @@ def channel_token_gradients(
         # Rows behind the tokens, too: with other sums than those of the anchors they would overflow.
         sums = tl.load(gamma + place * (SIZE * K) + of_token, (row >= 0) & has_state[None, :], other=0.0)
         last = tl.load(gamma + place * (SIZE * K) + (SIZE - 1) * K + k, has_state, other=0.0)
-        start = tl.exp2(sums)
+        reading = sums
+        if BONUS:
+            reading = sums_before(gamma + place * (SIZE * K), i, k, has_state, K)
+        start = tl.exp2(reading)
         by_query *= SCALE * start
         by_end *= tl.exp2(last[None, :] - sums)
-        d_sums = queries * by_query - keys * by_end
+        d_reading = queries * by_query
+        d_sums = d_reading - keys * by_end
         d_queries += by_query
         d_keys += by_end
         of_last = tl.sum(keys * by_end, 0) + tl.exp2(last) * overlap
@@ -195,13 +201,15 @@ def channel_token_gradients(
             x = tl.load(d_products + of_pair, pair_mask, other=0.0)
         for level in tl.range(LEVELS):
             half = 1 << level
-            decays = anchored(sums, gamma + place * (SIZE * K), i, k, has_state, K, half)
+            decays = anchored(reading, sums, gamma + place * (SIZE * K), i, k, has_state, K, half)
             pairs, later = is_parted(row, column, half), is_later(i, half)[:, None]
             others = (tl.where(later, queries, keys) * decays).to(operand)
             found = decays * tl.dot(tl.where(pairs, y, 0.0).to(operand), others, input_precision=PRECISION)
             d_queries += tl.where(later, found, 0.0)
             d_keys += tl.where(later, 0.0, found)
             d_sums += tl.where(later, queries * found, -keys * found)
+            if BONUS:
+                d_reading += tl.where(later, queries * found, 0.0)
             if DELTA:
                 others = (keys * decays).to(operand)
                 found = decays * tl.dot(tl.where(pairs, x, 0.0).to(operand), others, input_precision=PRECISION)
@@ -210,13 +218,19 @@ def channel_token_gradients(
                 d_keys += found
                 d_sums += tl.where(later, keys * found, -keys * found)
         own = tl.sum(tl.where(row == column, y.to(tl.float32), 0.0), 1)[:, None]
+        if BONUS:
+            tl.store(d_bonus + place * K + k, tl.sum(own * queries * keys, 0), k_inside)
+            own *= tl.load(bonus + head * K + k, k_inside, other=0.0).to(tl.float32)[None, :]
         d_queries += own * keys
         d_keys += own * queries
         if DELTA:
             share = block.to(tl.int64) * rows_of_all * HV
             tl.store(d_beta + share + of_head + i * HV, by_strength, written)
         # Each decay is in γ_C.
-        found = tl.where(inside[:, None], tl.cumsum(d_sums, 0, reverse=True) + of_last[None, :], 0.0)
+        found = tl.cumsum(d_sums, 0, reverse=True) + of_last[None, :]
+        if BONUS:
+            found -= d_reading
+        found = tl.where(inside[:, None], found, 0.0)
         tl.store(d_decay + of_head * K + (i * (HV * K))[:, None] + k[None, :], found, target)
     tl.store(d_query + keys_begin + of_key, d_queries.to(d_query.dtype.element_ty), target)
     tl.store(d_key + keys_begin + of_key, d_keys.to(d_key.dtype.element_ty), target)

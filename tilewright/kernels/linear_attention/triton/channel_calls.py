@@ -86,7 +86,7 @@ def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
     )
     found = launch(
         kernels.channel_scores,
-        [query, key, absent(inputs.beta), gamma, table.chunks],
+        [query, key, absent(inputs.beta), absent(inputs.bonus), gamma, table.chunks],
         [
             struct(tokens, operand),
             struct(tokens, operand, present=delta),
@@ -99,6 +99,7 @@ def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
         | {
             "H": inputs.heads,
             "DELTA": delta,
+            "BONUS": inputs.bonus is not None,
             "SCALE": float(inputs.scale),
             "PRECISION": tl_precision(),
             "INVERSE": "tf32x3" if key.dtype.itemsize == 4 else "tf32",
@@ -184,21 +185,23 @@ def backward(
         num_stages=tile.num_stages,
     )
     shares = -(-inputs.key_dim // width)
-    d_query, d_key, of_strength, d_decay = launch(
+    bonus = inputs.bonus is not None
+    d_query, d_key, of_strength, d_bonus, d_decay = launch(
         kernels.channel_token_gradients,
         [
-            chunks.query, chunks.key, absent(inputs.beta), updates, d_out, d_updates, states, d_states, d_scores,
-            d_products, chunks.gamma, chunks.table.chunks,
+            chunks.query, chunks.key, absent(inputs.beta), absent(inputs.bonus), updates, d_out, d_updates, states,
+            d_states, d_scores, d_products, chunks.gamma, chunks.table.chunks,
         ],
         [
             struct(inputs.query.shape, inputs.query.dtype),
             struct(inputs.key.shape, inputs.key.dtype),
             struct((shares, *per_token), jnp.float32, present=delta),
+            struct(chunks.per_chunk(inputs.key_dim), jnp.float32, present=bonus),
             struct((*per_token, inputs.key_dim), jnp.float32),
         ],
         grid=[chunks.table.num_chunks * inputs.heads * shares],
         scalars={"rows_of_all": inputs.batch * inputs.length},
-        constants=constants | {"H": inputs.heads},
+        constants=constants | {"H": inputs.heads, "BONUS": bonus},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
@@ -208,6 +211,8 @@ def backward(
     found["log_decay"] = d_decay
     if delta:
         found["beta"] = d_beta + of_strength.sum(0)
+    if bonus:
+        found["bonus"] = d_bonus.sum(0)
     return {name: found[name].astype(getattr(inputs, name).dtype) for name in inputs.gradients}
 
 

@@ -4,7 +4,8 @@
   γ        ``gamma``, [chunks, HV, 64, K]: sums of log2 of the decays of a chunk up to each token, in float32; behind
            the last token that of the last one, γ_C
   A        A_ij(x, y) = Σ_c x_ic y_jc 2^(γ_ic - γ_jc) below the diagonal
-  P        ``scores`` = scale · (A(q, k) + Diag(q · k)), [chunks, HV, 64, 64]
+  P        ``scores`` = scale · (A(q, k) + Diag(q · k)), [chunks, HV, 64, 64]; with a bonus u the diagonal has q · u k,
+           and γ of what reads, here and in Qγ, is that of the token before
   T        ``inverse`` = (I + β A(k, k))⁻¹, float32: unlike that of decays of heads it has the decays inside
   Qγ, Kγ   ``from_query`` = scale · Q 2^γ and ``from_key`` = K 2^γ, [chunks, HV, 64, K]: what reads the state before
   Kε       ``to_end`` = K 2^(γ_C - γ), of the same shape: what writes into the state behind
@@ -61,11 +62,20 @@ def is_parted(i, j, HALF):
 
 
 @triton.jit
-def anchored(sums, gamma, i, k, k_inside, K: tl.constexpr, HALF):
-    """The decays between each token and the end of the earlier half of its block of 2 · HALF."""
+def anchored(reading, sums, gamma, i, k, k_inside, K: tl.constexpr, HALF):
+    """The decays between each token and the end of the earlier half of its block of 2 · HALF.
+
+    reading, sums   γ of tokens that read, which are later ones, and of those that have written
+    """
     end = i // (2 * HALF) * (2 * HALF) + (HALF - 1)
     anchor = tl.load(gamma + (end * K)[:, None] + k[None, :], k_inside[None, :] & (i[:, None] >= 0), other=0.0)
-    return tl.exp2(tl.where(is_later(i, HALF)[:, None], sums - anchor, anchor - sums))
+    return tl.exp2(tl.where(is_later(i, HALF)[:, None], reading - anchor, anchor - sums))
+
+
+@triton.jit
+def sums_before(gamma, i, k, k_inside, K: tl.constexpr):
+    """γ of the token before each, 0 for the first: with a bonus a token reads before it lets the state decay."""
+    return tl.load(gamma + ((i - 1) * K)[:, None] + k[None, :], (i > 0)[:, None] & k_inside[None, :], other=0.0)
 
 
 @triton.jit
@@ -91,9 +101,9 @@ def inverted(lower, PRECISION: tl.constexpr):
 
 @triton.jit
 def channel_scores(
-    query, key, beta, gamma, chunks, from_query, from_key, to_end, scores, inverse,
+    query, key, beta, bonus, gamma, chunks, from_query, from_key, to_end, scores, inverse,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, DELTA: tl.constexpr,
-    SCALE: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+    BONUS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """Computes what tokens of a chunk are to each other and to the states; nothing of a chunk without a token."""
     chunk, head = tl.program_id(0) // HV, tl.program_id(0) % HV
@@ -118,14 +128,18 @@ def channel_scores(
             keys = tl.load(key + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
             sums = tl.load(gamma + block + of_token, written, other=0.0)
             last = tl.load(gamma + block + (SIZE - 1) * K + k, k_inside, other=0.0)
-            start = tl.exp2(sums)
+            reading, products = sums, queries * keys
+            if BONUS:
+                reading = sums_before(gamma + block, i, k, k_inside, K)
+                products *= tl.load(bonus + head * K + step + k, k_inside, other=0.0).to(tl.float32)[None, :]
+            start = tl.exp2(reading)
             tl.store(from_query + block + of_token, (SCALE * queries * start).to(operand), written)
             tl.store(to_end + block + of_token, (keys * tl.exp2(last[None, :] - sums)).to(operand), written)
-            own += tl.sum(queries * keys, 1)
+            own += tl.sum(products, 1)
             if DELTA:
                 tl.store(from_key + block + of_token, (keys * start).to(operand), written)
             for level in tl.range(LEVELS):
-                decays = anchored(sums, gamma + block, i, k, k_inside, K, 1 << level)
+                decays = anchored(reading, sums, gamma + block, i, k, k_inside, K, 1 << level)
                 pairs = is_parted(row, column, 1 << level) & (row > column)
                 late, early = (queries * decays).to(operand), keys * decays
                 found = tl.dot(late, tl.trans(early.to(operand)), input_precision=PRECISION)
