@@ -1,8 +1,8 @@
 """Linear attention on a GPU: milliseconds of each backend, forward and backward.
 
 The shapes are those of published layers and of the tables of FlashQLA, FlashInfer and mamba-ssm: heads of queries and
-of values, and batch x length, with 128 channels; of Kimi delta attention, gated linear attention and RWKV-6, whose
-decays are of channels, those of cuLA, attention-gym and flash-linear-attention. Each backend takes its heuristic, with ``--sweep`` every candidate.
+of values, and batch x length, with 128 channels. Those with decays of channels, kda, gla and rwkv6, are of the tables
+of cuLA, attention-gym and flash-linear-attention. Each backend takes its heuristic, with ``--sweep`` every candidate.
 Results are compared with those of XLA from float32 values before anything is timed. Calls are queued, so that a time is
 that of the device where it is longer than a launch.
 
