@@ -1,7 +1,7 @@
 """Linear attention on a GPU: milliseconds of each backend, forward and backward.
 
 The shapes are those of published layers and of the tables of FlashQLA, FlashInfer and mamba-ssm: heads of queries and
-of values, and batch x length, with 128 channels. Those with decays of channels, kda, gla and rwkv6, are of the tables
+of values, and batch x length, with 128 channels. Those with decays of channels, kda, gla and rwkv, are of the tables
 of cuLA, attention-gym and flash-linear-attention. Each backend takes its heuristic, with ``--sweep`` every candidate.
 Results are compared with those of XLA from float32 values before anything is timed. Calls are queued, so that a time is
 that of the device where it is longer than a launch.
@@ -51,6 +51,10 @@ CASES: dict[str, LinearAttentionCase] = variants(
         "gla_96_1x8192": {"heads": 96, "length": 8192, "gate": "channel", "update": "add", "qk_l2norm": False},
         "rwkv6_8_8x1024": {
             "heads": 8, "batch": 8, "key_dim": 64, "gate": "channel", "update": "bonus", "qk_l2norm": False,
+        },
+        "rwkv7_64_1x8192": {
+            "heads": 64, "length": 8192, "key_dim": 64, "gate": "channel", "update": "removal", "qk_l2norm": False,
+            "scale": 1.0,
         },
         "retention_16_4x4096": {
             "heads": 16, "batch": 4, "length": 4096, "gate": "head", "update": "add", "qk_l2norm": False,

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a 
 pytest.importorskip("triton")
 
 BACKEND = TritonLinearAttention()
-CASES = {name: case for name, case in LinearAttention.cases.by_device["gpu"].items() if case.update != "removal"} | {
+CASES = LinearAttention.cases.by_device["gpu"] | {
     "packed": LinearAttentionCase(
         "", length=5000, heads=2, value_heads=8, key_dim=128, sequences="cum_seqlens", dtype="bfloat16",
         qk_l2norm=True, state=True,
@@ -52,6 +52,11 @@ CASES = {name: case for name, case in LinearAttention.cases.by_device["gpu"].ite
     "rwkv6": LinearAttentionCase(
         "", batch=2, length=1500, heads=8, gate="channel", update="bonus", dtype="bfloat16", state=True
     ),
+    "removal packed": LinearAttentionCase(
+        "", length=2000, heads=2, key_dim=128, gate="channel", update="removal", sequences="cum_seqlens",
+        dtype="bfloat16", state=True,
+    ),
+    "removal float32": LinearAttentionCase("", length=500, heads=2, gate="channel", update="removal", state=True),
     "delta without decays": LinearAttentionCase(
         "", length=2000, heads=4, key_dim=64, gate="none", dtype="bfloat16", qk_l2norm=True, state=True
     ),
@@ -109,7 +114,7 @@ def test_at_real_sizes(name: str):
 
 
 @pytest.mark.parametrize("pattern", ["one channel", "every other token", "by token and channel"])
-@pytest.mark.parametrize("update", ["add", "delta", "bonus"])
+@pytest.mark.parametrize("update", ["add", "delta", "removal", "bonus"])
 def test_strong_decays_of_channels(pattern: str, update: Any):
     """Some channels forget all and others nothing; nothing overflows, in gradients neither."""
     case = LinearAttentionCase("", length=300, heads=2, gate="channel", update=update, state=True)
@@ -123,7 +128,7 @@ def test_strong_decays_of_channels(pattern: str, update: Any):
     run.check(run.compiled(inputs)(inputs, cotangents), inputs, cotangents, factor=4.0)
 
 
-@pytest.mark.parametrize("name", ["packed", "float32", "kimi delta packed", "kimi delta float32"])
+@pytest.mark.parametrize("name", ["packed", "float32", "kimi delta packed", "removal packed"])
 def test_every_candidate(name: str):
     args, kwargs = call_of(name)
     inputs, device = LinearAttention().prepare(*args, **kwargs).structs, current_device()

@@ -40,7 +40,14 @@ CASES: dict[str, LinearAttentionCase] = {
         "gated": {"gate": "channel", "update": "add", "batch": 2, "value_heads": 2, "length": 129, "key_dim": 36},
         "gated bfloat16": {"gate": "channel", "update": "add", "dtype": "bfloat16", "scale": 1.0, "state": True},
         "gated packed": {"gate": "channel", "update": "add", "length": 130, "sequences": "cum_seqlens", "state": True},
-        "removal": {"gate": "channel", "update": "removal", "length": 40},
+        "removal": {"gate": "channel", "update": "removal", "heads": 2, "value_heads": 4, "key_dim": 20, "state": True},
+        "removal bfloat16": {"gate": "channel", "update": "removal", "dtype": "bfloat16", "state": True, "scale": 1.0},
+        "removal float16": {"gate": "channel", "update": "removal", "dtype": "float16", "length": 40},
+        "removal packed": {
+            "gate": "channel", "update": "removal", "length": 140, "sequences": "cum_seqlens", "qk_l2norm": True,
+            "state": True,
+        },
+        "removal with a decay of tokens": {"update": "removal"},
         "bonus": {"gate": "channel", "update": "bonus", "heads": 2, "value_heads": 4, "state": True},
         "bonus bfloat16": {"gate": "channel", "update": "bonus", "dtype": "bfloat16", "key_dim": 20, "qk_l2norm": True},
         "bonus packed": {
@@ -68,7 +75,7 @@ class GpuConformance(LinearAttentionConformance, ContainedConformance[LinearAtte
     repeated = CASES["gated delta bfloat16"]
     poisons = tuple(
         f"{where}, decays of {decays}"
-        for decays in ("tokens", "channels")
+        for decays in ("tokens", "channels", "channels and a removal")
         for where in ("rows outside of sequences", "rows behind their lengths", "another sequence")
     )
     tolerances: ClassVar[dict[str, float]] = TOLERANCES
@@ -89,7 +96,11 @@ class GpuConformance(LinearAttentionConformance, ContainedConformance[LinearAtte
 
     def poisoned(self, poison: str) -> Poisoned:
         poison, decays = poison.split(", decays of ")
-        small = dataclasses.replace(SMALL, gate="channel" if decays == "channels" else "token")
+        small = dataclasses.replace(
+            SMALL,
+            gate="token" if decays == "tokens" else "channel",
+            update="removal" if decays == "channels and a removal" else "delta",
+        )
         if poison == "rows behind their lengths":
             case = dataclasses.replace(small, batch=2, sequences="seq_lengths", state=True)
             clean = inputs_of(case).replace(seq_lengths=jnp.asarray([33, 0], jnp.int32))
@@ -106,7 +117,8 @@ class GpuConformance(LinearAttentionConformance, ContainedConformance[LinearAtte
         def spoiled(x: Any) -> Any:
             return jnp.where(np.expand_dims(rows, tuple(range(2, x.ndim))), jnp.nan, x)
 
-        by_token = ("query", "key", "value", "log_decay", "beta")
+        of_update = ("beta",) if clean.removal is None else ("removal_read", "removal_write")
+        by_token = ("query", "key", "value", "log_decay", *of_update)
         dirty = clean.replace(**{name: spoiled(getattr(clean, name)) for name in by_token})
         names = ("out", *(f"d_{name}" for name in by_token))
         if poison == "another sequence":

@@ -70,7 +70,7 @@ def test_gates(pattern: str, gate: Any, update: Any):
     assert all(np.all(np.isfinite(x)) for x in got.values())
 
 
-@pytest.mark.parametrize("update", ["add", "delta", "bonus"])
+@pytest.mark.parametrize("update", ["add", "delta", "removal", "bonus"])
 @pytest.mark.parametrize("pattern", ["one channel", "every other channel", "one token", "by token and channel"])
 def test_gates_of_channels(pattern: str, update: Any):
     """Some of them forget all and the others nothing: no factor of a block of tokens holds both."""
@@ -164,14 +164,18 @@ def test_a_sequence_has_the_same_bits_anywhere(gate: Any):
         np.testing.assert_array_equal(got[:, begin : begin + 70], want)
 
 
-@pytest.mark.parametrize("gate", ["token", "channel"])
-@pytest.mark.parametrize("update", ["add", "delta"])
+@pytest.mark.parametrize(
+    ("gate", "update"),
+    [("token", "add"), ("token", "delta"), ("channel", "add"), ("channel", "delta")]
+    + [("channel", "bonus"), ("channel", "removal")],
+)
 def test_two_halves_are_one(update: Any, gate: Any):
     whole = inputs_of(dataclasses.replace(SMALL, length=100, gate=gate, update=update, state=True))
     want, state = outputs(whole), whole.initial_state
     outs = []
     for part in (slice(0, 37), slice(37, 100)):
-        names = ("query", "key", "value", "log_decay", *(("beta",) if update == "delta" else ()))
+        of_update = {"delta": ("beta",), "removal": ("removal_read", "removal_write")}.get(update, ())
+        names = ("query", "key", "value", "log_decay", *of_update)
         half = whole.replace(initial_state=state, **{name: getattr(whole, name)[:, part] for name in names})
         out, state = outputs(half)
         outs.append(out)
@@ -217,9 +221,9 @@ def test_what_it_declines():
         inputs = inputs_of(CASES[name]).structs
         return "; ".join(BACKEND.not_supported_reasons(inputs, device, "forward"))
 
-    declined = {"removal", "bonus with a decay of tokens", "segments"}
+    declined = {"removal with a decay of tokens", "bonus with a decay of tokens", "segments"}
     assert {name for name in CASES if reasons(name)} == declined
-    assert "does not serve removal" in reasons("removal")
+    assert "needs a decay of each channel" in reasons("removal with a decay of tokens")
     assert "needs a decay of each channel" in reasons("bonus with a decay of tokens")
     assert "does not serve segment_ids" in reasons("segments")
     assert "needs a CUDA GPU" in reasons("delta", Device("cpu", "cpu"))
@@ -231,17 +235,18 @@ def test_what_it_declines():
 
 
 @pytest.mark.parametrize("device", [A100, H100], ids=lambda device: device.name)
-@pytest.mark.parametrize("name", ["gated delta", "ssd bfloat16", "delta float16", "kimi delta bfloat16"])
+@pytest.mark.parametrize("name", ["gated delta", "ssd bfloat16", "delta float16", "kimi delta bfloat16", "removal"])
 def test_params(device: Device, name: str):
     check_candidates(BACKEND, inputs_of(CASES[name]).structs, device)
 
 
-@pytest.mark.parametrize("gate", ["token", "channel"])
+@pytest.mark.parametrize(("gate", "update"), [("token", "delta"), ("channel", "delta"), ("channel", "removal")])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("device", [A100, H100, RTX5090], ids=lambda device: device.name)
-def test_what_is_chosen_fits_a_block(device: Device, dtype: str, gate: Any):
+def test_what_is_chosen_fits_a_block(device: Device, dtype: str, gate: Any, update: Any):
     """With the widest states, too."""
-    inputs = inputs_of(dataclasses.replace(SMALL, gate=gate, key_dim=256, value_dim=256, dtype=dtype)).structs
+    case = dataclasses.replace(SMALL, gate=gate, update=update, key_dim=256, value_dim=256, dtype=dtype)
+    inputs = inputs_of(case).structs
     for listed in check_candidates(BACKEND, inputs, device).values():
         assert len(listed) > 1
     large = TritonLinearAttentionParams(TritonPass(256, 8, 8), TritonPass(16))

@@ -67,6 +67,21 @@ def struct(shape: tuple[int, ...], dtype: Any, *, present: bool = True) -> jax.S
     return jax.ShapeDtypeStruct(shape if present else (0,), dtype)
 
 
+def channel_sums(inputs: LinearAttentionInputs, table: ChunkTable, width: int) -> jax.Array:
+    """γ of all chunks, ``width`` channels in a program."""
+    from tilewright.kernels.linear_attention.triton import channel_kernels as kernels
+
+    heads, key_dim = inputs.value_heads, inputs.key_dim
+    (gamma,) = launch(
+        kernels.channel_gates,
+        [inputs.log_decay, table.chunks],
+        [struct((table.num_chunks, heads, CHUNK, key_dim), jnp.float32)],
+        grid=[table.num_chunks * heads * -(-key_dim // width)],
+        constants={"HV": heads, "K": key_dim, "BLOCK_K": width},
+    )
+    return gamma
+
+
 def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
     """The table of chunks and what tokens of a chunk have in common, by kernels that are parallel over chunks."""
     from tilewright.kernels.linear_attention.triton import channel_kernels as kernels
@@ -76,14 +91,7 @@ def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
     heads, key_dim, delta = inputs.value_heads, inputs.key_dim, inputs.beta is not None
     operand, width = operand_dtype(inputs.value.dtype), min(power_of_two(key_dim, MIN_DOT), SCORE_CHANNELS)
     tokens, pairs = (table.num_chunks, heads, CHUNK, key_dim), (table.num_chunks, heads, CHUNK, CHUNK)
-    constants = {"HV": heads, "K": key_dim, "BLOCK_K": width}
-    (gamma,) = launch(
-        kernels.channel_gates,
-        [inputs.log_decay, table.chunks],
-        [struct(tokens, jnp.float32)],
-        grid=[table.num_chunks * heads * -(-key_dim // width)],
-        constants=constants,
-    )
+    gamma = channel_sums(inputs, table, width)
     found = launch(
         kernels.channel_scores,
         [query, key, absent(inputs.beta), absent(inputs.bonus), gamma, table.chunks],
@@ -95,9 +103,11 @@ def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
             struct(pairs, jnp.float32, present=delta),
         ],
         grid=[table.num_chunks * heads],
-        constants=constants
-        | {
+        constants={
             "H": inputs.heads,
+            "HV": heads,
+            "K": key_dim,
+            "BLOCK_K": width,
             "DELTA": delta,
             "BONUS": inputs.bonus is not None,
             "SCALE": float(inputs.scale),

@@ -66,18 +66,20 @@ def footprints(
     key_dim = power_of_two(inputs.key_dim, MIN_DOT)
     block_v = min(tile.block_v, power_of_two(inputs.value_dim, MIN_DOT))
     backward, delta, channel = direction == "backward", inputs.beta is not None, inputs.gate == "channel"
+    removal = inputs.removal is not None
     # Of tokens: keys, backward queries, too; with decays of channels a delta rule has keys twice, as they read and as
-    # they write. Without a pipeline they are not there at once.
-    of_keys = min(1 + backward + (channel and delta), 3 if tile.num_stages > 1 else 2)
+    # they write, and a removal has arrays of its own for both. Without a pipeline they are not there at once.
+    of_keys = min(1 + backward + (channel and delta) + 2 * removal, 4 if tile.num_stages > 1 else 2)
     of_values = 2 if backward and not channel else 1
-    of_pairs = 4 * delta + itemsize * (channel and backward)
+    solves, pairs = delta or removal, removal + (1 + removal if backward and channel else 0)
+    of_pairs = 4 * solves + itemsize * pairs
     loads = CHUNK * ((of_keys * key_dim + of_values * block_v) * itemsize + CHUNK * of_pairs)
     state = key_dim * block_v * itemsize
     if has_wgmma(device):
         shared = tile.num_stages * loads + state + CHUNK * block_v * itemsize
     else:
         shared = (tile.num_stages - 1) * loads + state
-        shared += CHUNK * max(key_dim * itemsize, CHUNK * 4 if channel and delta else 0)
+        shared += CHUNK * max(key_dim * itemsize, CHUNK * 4 if channel and solves else 0)
     if channel:  # the last sums, strengths, and values in another layout
         shared += tile.num_stages * 4 * (key_dim + CHUNK) + 2 * CHUNK * block_v * itemsize
     blocks = inputs.sequences * inputs.value_heads * -(-inputs.value_dim // block_v)
@@ -104,7 +106,8 @@ def listed_params(
     tokens = [TritonPass(tile, 4, 2), TritonPass(min(most, 128), 8, 2), TritonPass(min(most, 32), 4, 3)]
     if not forward:
         # With two stages a few of the accumulators spill.
-        tile = min(tile, 32) if inputs.gate == "channel" else tile
+        if inputs.gate == "channel":
+            tile = min(tile, 16 if inputs.removal is not None else 32)
         tokens = [TritonPass(tile, 8, 1), TritonPass(tile, 8, 2), TritonPass(min(most, 32), 8, 1)]
     states = [TritonPass(width, count, depth) for width in widths for count in warps for depth in stages]
     listed = [TritonLinearAttentionParams(each, tokens[0]) for each in states]
