@@ -1,7 +1,8 @@
 """Linear attention on a GPU: milliseconds of each backend, forward and backward.
 
 The shapes are those of published layers and of the tables of FlashQLA, FlashInfer and mamba-ssm: heads of queries and
-of values, and batch x length, with 128 channels. Each backend takes its heuristic, with ``--sweep`` every candidate.
+of values, and batch x length, with 128 channels. Those with decays of channels, kda, gla and rwkv, are of the tables
+of cuLA, attention-gym and flash-linear-attention. Each backend takes its heuristic, with ``--sweep`` every candidate.
 Results are compared with those of XLA from float32 values before anything is timed. Calls are queued, so that a time is
 that of the device where it is longer than a launch.
 
@@ -43,6 +44,16 @@ CASES: dict[str, LinearAttentionCase] = variants(
         "delta_16_16_1x8192": {"heads": 16, "length": 8192, "gate": "none"},
         "ssd_80_1x32768": {
             "heads": 1, "value_heads": 80, "value_dim": 64, "length": 32768, "update": "add", "qk_l2norm": False,
+            "scale": 1.0,
+        },
+        "kda_64_1x8192": {"heads": 64, "length": 8192, "gate": "channel"},
+        "kda_16_1x4096": {"heads": 16, "length": 4096, "gate": "channel"},
+        "gla_96_1x8192": {"heads": 96, "length": 8192, "gate": "channel", "update": "add", "qk_l2norm": False},
+        "rwkv6_8_8x1024": {
+            "heads": 8, "batch": 8, "key_dim": 64, "gate": "channel", "update": "bonus", "qk_l2norm": False,
+        },
+        "rwkv7_64_1x8192": {
+            "heads": 64, "length": 8192, "key_dim": 64, "gate": "channel", "update": "removal", "qk_l2norm": False,
             "scale": 1.0,
         },
         "retention_16_4x4096": {

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.kernels.linear_attention.conformance import inputs_of
 from tests.kernels.linear_attention.gpu_conformance import GpuConformance, relative_error
 from tilewright.kernels.linear_attention.cases import LinearAttentionCase
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a 
 pytest.importorskip("triton")
 
 BACKEND = TritonLinearAttention()
-CASES = {name: case for name, case in LinearAttention.cases.by_device["gpu"].items() if case.gate != "channel"} | {
+CASES = LinearAttention.cases.by_device["gpu"] | {
     "packed": LinearAttentionCase(
         "", length=5000, heads=2, value_heads=8, key_dim=128, sequences="cum_seqlens", dtype="bfloat16",
         qk_l2norm=True, state=True,
@@ -39,6 +40,29 @@ CASES = {name: case for name, case in LinearAttention.cases.by_device["gpu"].ite
     "split sums": LinearAttentionCase(
         "", length=8000, heads=2, key_dim=64, update="add", dtype="bfloat16", state=True, sequences="cum_seqlens"
     ),
+    "gated": LinearAttentionCase(
+        "", length=3000, heads=4, key_dim=128, gate="channel", update="add", dtype="bfloat16", state=True,
+    ),
+    "kimi delta packed": LinearAttentionCase(
+        "", length=3000, heads=2, key_dim=128, gate="channel", sequences="cum_seqlens", dtype="bfloat16",
+        qk_l2norm=True, state=True,
+    ),
+    "kimi delta odd": LinearAttentionCase(
+        "", batch=3, length=777, heads=3, key_dim=100, value_dim=60, gate="channel", sequences="seq_lengths",
+        dtype="float16", state=True,
+    ),
+    "kimi delta float32": LinearAttentionCase("", length=500, heads=2, key_dim=128, gate="channel", state=True),
+    "kimi delta wide": LinearAttentionCase(
+        "", length=700, heads=2, key_dim=256, gate="channel", dtype="bfloat16", qk_l2norm=True, state=True
+    ),
+    "rwkv6": LinearAttentionCase(
+        "", batch=2, length=1500, heads=8, gate="channel", update="bonus", dtype="bfloat16", state=True
+    ),
+    "removal packed": LinearAttentionCase(
+        "", length=2000, heads=2, key_dim=128, gate="channel", update="removal", sequences="cum_seqlens",
+        dtype="bfloat16", state=True,
+    ),
+    "removal float32": LinearAttentionCase("", length=500, heads=2, gate="channel", update="removal", state=True),
     "delta without decays": LinearAttentionCase(
         "", length=2000, heads=4, key_dim=64, gate="none", dtype="bfloat16", qk_l2norm=True, state=True
     ),
@@ -103,7 +127,22 @@ def test_few_heads_are_split():
         assert BACKEND.heuristic(inputs, current_device(), "backward").segment, name
 
 
-@pytest.mark.parametrize("name", ["packed", "split", "float32"])
+@pytest.mark.parametrize("pattern", ["one channel", "every other token", "by token and channel"])
+@pytest.mark.parametrize("update", ["add", "delta", "removal", "bonus"])
+def test_strong_decays_of_channels(pattern: str, update: Any):
+    """Some channels forget all and others nothing; nothing overflows, in gradients neither."""
+    case = LinearAttentionCase("", length=300, heads=2, gate="channel", update=update, state=True)
+    inputs = inputs_of(case)
+    token, channel = np.ogrid[: case.length, : case.key_dim]
+    strong = {"one channel": channel == 3, "every other token": token % 2 == 0}.get(pattern, (token + channel) % 3 == 0)
+    decay = np.where(np.broadcast_to(strong, (case.length, case.key_dim))[:, None], -1000.0, -0.01)
+    inputs = inputs.replace(log_decay=jnp.asarray(np.broadcast_to(decay, inputs.log_decay.shape), jnp.float32))
+    run = TestTriton()
+    cotangents = run.cotangents(inputs)
+    run.check(run.compiled(inputs)(inputs, cotangents), inputs, cotangents, factor=4.0)
+
+
+@pytest.mark.parametrize("name", ["packed", "split", "float32", "kimi delta packed", "removal packed"])
 def test_every_candidate(name: str):
     args, kwargs = call_of(name)
     inputs, device = LinearAttention().prepare(*args, **kwargs).structs, current_device()

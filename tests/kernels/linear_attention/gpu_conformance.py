@@ -1,4 +1,4 @@
-"""Conformance of kernels for GPUs with decays of heads: more tokens, errors by their norms, and what is not finite."""
+"""Conformance of kernels for GPUs: more tokens, errors by their norms, and what is not finite."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -30,12 +30,33 @@ CASES: dict[str, LinearAttentionCase] = {
         "sums": {"gate": "none", "update": "add", "batch": 2, "length": 129},
         "sums float16": {"gate": "none", "update": "add", "dtype": "float16", "length": 15, "state": True},
         "one token": {"length": 1, "state": True},
-        "decays of channels": {"gate": "channel", "qk_l2norm": True, "length": 40},
-        "removal": {"gate": "channel", "update": "removal", "length": 40},
-        "bonus": {"gate": "channel", "update": "bonus", "length": 40},
+        "kimi delta": {
+            "gate": "channel", "batch": 2, "heads": 2, "value_heads": 4, "key_dim": 20, "value_dim": 24, "state": True,
+        },
+        "kimi delta bfloat16": {"gate": "channel", "dtype": "bfloat16", "qk_l2norm": True, "state": True},
+        "kimi delta float16": {"gate": "channel", "dtype": "float16", "qk_l2norm": True, "length": 40},
+        "kimi delta packed": {"gate": "channel", "length": 140, "sequences": "cum_seqlens", "state": True},
+        "kimi delta lengths": {"gate": "channel", "batch": 2, "sequences": "seq_lengths", "qk_l2norm": True},
+        "gated": {"gate": "channel", "update": "add", "batch": 2, "value_heads": 2, "length": 129, "key_dim": 36},
+        "gated bfloat16": {"gate": "channel", "update": "add", "dtype": "bfloat16", "scale": 1.0, "state": True},
+        "gated packed": {"gate": "channel", "update": "add", "length": 130, "sequences": "cum_seqlens", "state": True},
+        "removal": {"gate": "channel", "update": "removal", "heads": 2, "value_heads": 4, "key_dim": 20, "state": True},
+        "removal bfloat16": {"gate": "channel", "update": "removal", "dtype": "bfloat16", "state": True, "scale": 1.0},
+        "removal float16": {"gate": "channel", "update": "removal", "dtype": "float16", "length": 40},
+        "removal packed": {
+            "gate": "channel", "update": "removal", "length": 140, "sequences": "cum_seqlens", "qk_l2norm": True,
+            "state": True,
+        },
+        "removal with a decay of tokens": {"update": "removal"},
+        "bonus": {"gate": "channel", "update": "bonus", "heads": 2, "value_heads": 4, "state": True},
+        "bonus bfloat16": {"gate": "channel", "update": "bonus", "dtype": "bfloat16", "key_dim": 20, "qk_l2norm": True},
+        "bonus packed": {
+            "gate": "channel", "update": "bonus", "length": 140, "sequences": "cum_seqlens", "state": True,
+        },
+        "bonus with a decay of tokens": {"update": "bonus"},
         "segments": {"batch": 2, "sequences": "segment_ids"},
     }.items()
-}
+}  # fmt: skip
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 8e-3}
 """Root of the mean square of errors, in that of the exact values. Rounding the exact results to bfloat16 is 1.6e-3."""
@@ -52,7 +73,11 @@ class GpuConformance(LinearAttentionConformance, ContainedConformance[LinearAtte
 
     cases = tuple(CASES.values())
     repeated = CASES["gated delta bfloat16"]
-    poisons = ("rows outside of sequences", "rows behind their lengths", "another sequence")
+    poisons = tuple(
+        f"{where}, decays of {decays}"
+        for decays in ("tokens", "channels", "channels and a removal")
+        for where in ("rows outside of sequences", "rows behind their lengths", "another sequence")
+    )
     tolerances: ClassVar[dict[str, float]] = TOLERANCES
 
     def check(
@@ -70,12 +95,18 @@ class GpuConformance(LinearAttentionConformance, ContainedConformance[LinearAtte
         assert all(error <= most for error in errors.values()), (where, errors)
 
     def poisoned(self, poison: str) -> Poisoned:
+        poison, decays = poison.split(", decays of ")
+        small = dataclasses.replace(
+            SMALL,
+            gate="token" if decays == "tokens" else "channel",
+            update="removal" if decays == "channels and a removal" else "delta",
+        )
         if poison == "rows behind their lengths":
-            case = dataclasses.replace(self.adapted(SMALL), batch=2, sequences="seq_lengths", state=True)
+            case = dataclasses.replace(self.adapted(small), batch=2, sequences="seq_lengths", state=True)
             clean = inputs_of(case).replace(seq_lengths=jnp.asarray([33, 0], jnp.int32))
             rows = np.arange(clean.length) >= np.array([[33], [0]])
         else:
-            case = dataclasses.replace(self.adapted(SMALL), length=90, sequences="cum_seqlens", state=True)
+            case = dataclasses.replace(self.adapted(small), length=90, sequences="cum_seqlens", state=True)
             clean = inputs_of(case).replace(cum_seqlens=jnp.asarray([7, 20, 20, 70, 85], jnp.int32))
             position = np.arange(clean.length)[None]
             rows = (position < 7) | (position >= 85)
@@ -86,7 +117,8 @@ class GpuConformance(LinearAttentionConformance, ContainedConformance[LinearAtte
         def spoiled(x: Any) -> Any:
             return jnp.where(np.expand_dims(rows, tuple(range(2, x.ndim))), jnp.nan, x)
 
-        by_token = ("query", "key", "value", "log_decay", "beta")
+        of_update = ("beta",) if clean.removal is None else ("removal_read", "removal_write")
+        by_token = ("query", "key", "value", "log_decay", *of_update)
         dirty = clean.replace(**{name: spoiled(getattr(clean, name)) for name in by_token})
         names = ("out", *(f"d_{name}" for name in by_token))
         if poison == "another sequence":

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("unoptimised")
 BACKEND = TritonLinearAttention()
 PARAMS = TritonLinearAttentionParams(TritonPass(16, 4, 1), TritonPass(16, 4, 1))
 SPLIT = dataclasses.replace(PARAMS, segment=1)
+SPLIT_TOO = [("token", PARAMS), ("token", SPLIT), ("channel", PARAMS)]
 
 
 class TestTriton(GpuConformance):
@@ -62,10 +63,11 @@ def check(inputs: LinearAttentionInputs, factor: float = 2.0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("update", ["add", "delta"])
-@pytest.mark.parametrize("pattern", ["resets", "alternating", "strong", "none of some heads"])
-def test_gates(pattern: str, update: Any):
+@pytest.mark.parametrize("gate", ["token", "channel"])
+@pytest.mark.parametrize("pattern", ["resets", "alternating", "strong", "none of some"])
+def test_gates(pattern: str, gate: Any, update: Any):
     """Those that forget all, whose sums are far from 0: nothing overflows, and gradients are finite."""
-    inputs = inputs_of(dataclasses.replace(SMALL, value_heads=2, update=update, state=True))
+    inputs = inputs_of(dataclasses.replace(SMALL, value_heads=2, gate=gate, update=update, state=True))
     decay = np.asarray(inputs.log_decay).copy()
     if pattern == "resets":
         decay[:, [0, 13, 63, 64]] = -1000.0
@@ -80,9 +82,31 @@ def test_gates(pattern: str, update: Any):
     assert all(np.all(np.isfinite(x)) for x in got.values())
 
 
-def test_equal_keys_in_sixteen_bits():
+@pytest.mark.parametrize("update", ["add", "delta", "removal", "bonus"])
+@pytest.mark.parametrize("pattern", ["one channel", "every other channel", "one token", "by token and channel"])
+def test_gates_of_channels(pattern: str, update: Any):
+    """Some of them forget all and the others nothing: no factor of a block of tokens holds both."""
+    inputs = inputs_of(dataclasses.replace(SMALL, gate="channel", update=update, state=True))
+    decay = np.zeros(inputs.log_decay.shape, np.float32)
+    if pattern == "one channel":
+        decay[..., 3] = -1000.0
+    elif pattern == "every other channel":
+        decay[..., ::2] = -1000.0
+    elif pattern == "one token":
+        decay[:, 21, :, 5] = -1000.0
+    else:
+        token, channel = np.ogrid[: inputs.length, : inputs.key_dim]
+        decay[:] = np.where((token + channel) % 3 == 0, -1000.0, -0.01)[:, None]
+    got = check(inputs.replace(log_decay=jnp.asarray(decay)), factor=40.0)
+    assert all(np.all(np.isfinite(x)) for x in got.values())
+
+
+@pytest.mark.parametrize("gate", ["none", "channel"])
+def test_equal_keys_in_sixteen_bits(gate: Any):
     """With β = 2 every token undoes the one before: with the inverse rounded to bfloat16 the error is 0.28."""
-    inputs = inputs_of(dataclasses.replace(SMALL, length=128, gate="none", key_dim=32, value_dim=32, dtype="bfloat16"))
+    inputs = inputs_of(dataclasses.replace(SMALL, length=128, gate=gate, key_dim=32, value_dim=32, dtype="bfloat16"))
+    if gate == "channel":
+        inputs = inputs.replace(log_decay=0.01 * inputs.log_decay)
     key = inputs.key[:, :1, :1] / jnp.linalg.norm(inputs.key[:, :1, :1].astype(jnp.float32), axis=-1, keepdims=True)
     inputs = inputs.replace(
         key=jnp.broadcast_to(key.astype(jnp.bfloat16), inputs.key.shape), beta=jnp.full_like(inputs.beta, 2.0)
@@ -90,11 +114,11 @@ def test_equal_keys_in_sixteen_bits():
     assert relative_error(outputs(inputs).out, exact(inputs, run.cotangents(inputs))["out"]) < 0.05
 
 
-@pytest.mark.parametrize("params", [PARAMS, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("gate,params", SPLIT_TOO)
 @pytest.mark.parametrize("total", [-9.0, -14.0, -30.0])
-def test_old_history_is_not_dropped(total: float, params: TritonLinearAttentionParams):
+def test_old_history_is_not_dropped(total: float, gate: Any, params: TritonLinearAttentionParams):
     """What is left of one early value counts, relative to itself."""
-    inputs = inputs_of(dataclasses.replace(SMALL, length=130))
+    inputs = inputs_of(dataclasses.replace(SMALL, gate=gate, length=130))
     value = jnp.zeros_like(inputs.value).at[:, 0].set(1e4)
     inputs = inputs.replace(value=value, log_decay=jnp.full_like(inputs.log_decay, total / 130))
     got, want = outputs(inputs, params).out, exact(inputs, run.cotangents(inputs))["out"]
@@ -108,9 +132,10 @@ def test_equal_keys(strength: float):
     check(inputs.replace(key=key, beta=jnp.full_like(inputs.beta, strength)), factor=40.0)
 
 
-def test_no_strength():
+@pytest.mark.parametrize("gate", ["token", "channel"])
+def test_no_strength(gate: Any):
     """With β = 0 nothing is written, and β has a gradient."""
-    inputs = inputs_of(dataclasses.replace(SMALL, state=True))
+    inputs = inputs_of(dataclasses.replace(SMALL, gate=gate, state=True))
     got = check(inputs.replace(beta=jnp.zeros_like(inputs.beta)))
     assert np.any(got["d_beta"])
 
@@ -121,11 +146,11 @@ def test_zero_keys_have_finite_gradients():
     assert all(np.all(np.isfinite(x)) for x in got.values())
 
 
-@pytest.mark.parametrize("params", [PARAMS, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("gate,params", SPLIT_TOO)
 @pytest.mark.parametrize("at", [1, 16, 37, 64])
-def test_causal_to_the_bit(at: int, params: TritonLinearAttentionParams):
+def test_causal_to_the_bit(at: int, gate: Any, params: TritonLinearAttentionParams):
     """Whatever follows, be it a decay of 0 or a large value."""
-    inputs = inputs_of(dataclasses.replace(SMALL, value_heads=2))
+    inputs = inputs_of(dataclasses.replace(SMALL, gate=gate, value_heads=2))
     changed = inputs.replace(
         query=inputs.query.at[:, at:].mul(-3.0),
         key=inputs.key.at[:, at:].mul(2.0),
@@ -137,11 +162,11 @@ def test_causal_to_the_bit(at: int, params: TritonLinearAttentionParams):
     np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.parametrize("params", [PARAMS, SPLIT], ids=["whole", "split"])
-def test_a_sequence_has_the_same_bits_anywhere(params: TritonLinearAttentionParams):
+@pytest.mark.parametrize("gate,params", SPLIT_TOO)
+def test_a_sequence_has_the_same_bits_anywhere(gate: Any, params: TritonLinearAttentionParams):
     """Alone, behind others, and before others."""
-    alone = inputs_of(dataclasses.replace(SMALL, length=70))
-    noise = inputs_of(dataclasses.replace(SMALL, length=100))
+    alone = inputs_of(dataclasses.replace(SMALL, gate=gate, length=70))
+    noise = inputs_of(dataclasses.replace(SMALL, gate=gate, length=100))
     want = outputs(alone, params).out
     for begin in (0, 5, 30):
         names = ("query", "key", "value", "log_decay", "beta")
@@ -189,13 +214,18 @@ def test_segments_begin_where_sequences_begin(size: int):
     assert len(found) == np.sum(segments[:, 1])
 
 
-@pytest.mark.parametrize("update", ["add", "delta"])
-def test_two_halves_are_one(update: Any):
-    whole = inputs_of(dataclasses.replace(SMALL, length=100, update=update, state=True))
+@pytest.mark.parametrize(
+    ("gate", "update"),
+    [("token", "add"), ("token", "delta"), ("channel", "add"), ("channel", "delta")]
+    + [("channel", "bonus"), ("channel", "removal")],
+)
+def test_two_halves_are_one(update: Any, gate: Any):
+    whole = inputs_of(dataclasses.replace(SMALL, length=100, gate=gate, update=update, state=True))
     want, state = outputs(whole), whole.initial_state
     outs = []
     for part in (slice(0, 37), slice(37, 100)):
-        names = ("query", "key", "value", "log_decay", *(("beta",) if update == "delta" else ()))
+        of_update = {"delta": ("beta",), "removal": ("removal_read", "removal_write")}.get(update, ())
+        names = ("query", "key", "value", "log_decay", *of_update)
         half = whole.replace(initial_state=state, **{name: getattr(whole, name)[:, part] for name in names})
         out, state = outputs(half)
         outs.append(out)
@@ -203,9 +233,10 @@ def test_two_halves_are_one(update: Any):
     assert relative_error(state, want.state) < 1e-6
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_empty_sequences_pass_states_on(split: bool):
-    inputs = inputs_of(CASES["gated delta packed"]).replace(cum_seqlens=jnp.asarray([9, 9, 40, 40, 40], jnp.int32))
+@pytest.mark.parametrize("name", ["gated delta packed", "gated delta packed, split", "kimi delta packed"])
+def test_empty_sequences_pass_states_on(name: str):
+    name, _, split = name.partition(", ")
+    inputs = inputs_of(CASES[name]).replace(cum_seqlens=jnp.asarray([9, 9, 40, 40, 40], jnp.int32))
     runner = Split() if split else run
     got = runner.compiled(inputs)(inputs, run.cotangents(inputs))
     run.check(got, inputs, run.cotangents(inputs))
@@ -214,8 +245,9 @@ def test_empty_sequences_pass_states_on(split: bool):
     np.testing.assert_array_equal(got["d_initial_state"][empty], run.cotangents(inputs).state[empty])
 
 
-def test_gradients_of_one_result_alone():
-    inputs = inputs_of(dataclasses.replace(SMALL, state=True))
+@pytest.mark.parametrize("gate", ["token", "channel"])
+def test_gradients_of_one_result_alone(gate: Any):
+    inputs = inputs_of(dataclasses.replace(SMALL, gate=gate, state=True))
     cotangents = run.cotangents(inputs)
     for each in (cotangents._replace(out=None), cotangents._replace(state=None)):
         with interpret_triton():
@@ -242,10 +274,10 @@ def test_what_it_declines():
         inputs = inputs_of(CASES[name]).structs
         return "; ".join(BACKEND.not_supported_reasons(inputs, device, "forward"))
 
-    declined = {"decays of channels", "removal", "bonus", "segments"}
+    declined = {"removal with a decay of tokens", "bonus with a decay of tokens", "segments"}
     assert {name for name in CASES if reasons(name)} == declined
-    assert "one for each channel of the keys" in reasons("decays of channels")
-    assert "does not serve bonus" in reasons("bonus")
+    assert "needs a decay of each channel" in reasons("removal with a decay of tokens")
+    assert "needs a decay of each channel" in reasons("bonus with a decay of tokens")
     assert "does not serve segment_ids" in reasons("segments")
     assert "needs a CUDA GPU" in reasons("delta", Device("cpu", "cpu"))
     assert "key_dim must be at most 256, got 257" in "; ".join(
@@ -256,16 +288,18 @@ def test_what_it_declines():
 
 
 @pytest.mark.parametrize("device", [A100, H100], ids=lambda device: device.name)
-@pytest.mark.parametrize("name", ["gated delta", "ssd bfloat16", "delta float16"])
+@pytest.mark.parametrize("name", ["gated delta", "ssd bfloat16", "delta float16", "kimi delta bfloat16", "removal"])
 def test_params(device: Device, name: str):
     check_candidates(BACKEND, inputs_of(CASES[name]).structs, device)
 
 
+@pytest.mark.parametrize(("gate", "update"), [("token", "delta"), ("channel", "delta"), ("channel", "removal")])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("device", [A100, H100, RTX5090], ids=lambda device: device.name)
-def test_what_is_chosen_fits_a_block(device: Device, dtype: str):
+def test_what_is_chosen_fits_a_block(device: Device, dtype: str, gate: Any, update: Any):
     """With the widest states, too."""
-    inputs = inputs_of(dataclasses.replace(SMALL, key_dim=256, value_dim=256, dtype=dtype)).structs
+    case = dataclasses.replace(SMALL, gate=gate, update=update, key_dim=256, value_dim=256, dtype=dtype)
+    inputs = inputs_of(case).structs
     for listed in check_candidates(BACKEND, inputs, device).values():
         assert len(listed) > 1
     large = TritonLinearAttentionParams(TritonPass(256, 8, 8), TritonPass(16))

@@ -1,10 +1,11 @@
-"""The Triton backend of linear attention with one decay per head, on NVIDIA GPUs from Ampere on."""
+"""The Triton backend of linear attention, on NVIDIA GPUs from Ampere on."""
 
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any, ClassVar
 
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
-from tilewright.kernels.linear_attention.triton import calls
+from tilewright.kernels.linear_attention.triton import calls, channel_calls, removal_calls
 from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, footprints, listed_params
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
@@ -27,7 +28,9 @@ class TritonLinearAttention(
         LinearAttentionInputs, LinearAttentionResults, TritonLinearAttentionParams, TritonLinearAttentionParams
     ]
 ):  # fmt: skip
-    """Serves sums and delta rules with a decay for each head, or none; repeats bit for bit.
+    """Serves sums and delta rules with decays of heads or of channels, or none; repeats bit for bit.
+
+    A bonus and a removal need decays of channels, which their models have.
 
     Operands of matmuls are bfloat16 for bfloat16 values, else float32 in TensorFloat-32; sums are float32.
     """
@@ -39,17 +42,28 @@ class TritonLinearAttention(
     late_import: ClassVar[str] = "triton"
     keeps_lowering: ClassVar[bool] = True
     serves: ClassVar[frozenset[str]] = frozenset(
-        {"log_decay", "beta", "initial_state", "cum_seqlens", "seq_lengths", "qk_l2norm", "l2norm_eps"}
+        {
+            "log_decay",
+            "beta",
+            "removal_read",
+            "removal_write",
+            "bonus",
+            "initial_state",
+            "cum_seqlens",
+            "seq_lengths",
+            "qk_l2norm",
+            "l2norm_eps",
+        }
     )
 
     def reasons(self, inputs: LinearAttentionInputs, device: Device, direction: Direction) -> list[str]:
         reasons = unavailable(device)
-        for name in ("value", "log_decay", "beta"):
+        for name in ("value", "log_decay", "beta", "removal_read", "removal_write", "bonus"):
             array = inputs.arrays[name]
             if array is not None and array.dtype.name not in DTYPES:
                 reasons.append(f"{name} must be one of {DTYPES}, got {array.dtype}")
-        if inputs.gate == "channel":
-            reasons.append("its decays are those of heads, got one for each channel of the keys")
+        if inputs.gate != "channel" and (inputs.bonus is not None or inputs.removal is not None):
+            reasons.append("with a bonus or a removal it needs a decay of each channel of the keys")
         for name in ("key_dim", "value_dim"):
             if getattr(inputs, name) > MAX_DIM:
                 reasons.append(f"{name} must be at most {MAX_DIM}, got {getattr(inputs, name)}")
@@ -83,7 +97,8 @@ class TritonLinearAttention(
         return footprints(inputs, device, direction, params)
 
     def forward(self, inputs: LinearAttentionInputs, params: TritonLinearAttentionParams) -> LinearAttentionResults:
-        return run_with_sequential_vmap(lambda inputs: calls.forward(inputs, params), inputs)
+        passes = _passes(inputs)
+        return run_with_sequential_vmap(lambda inputs: passes.forward(inputs, params), inputs)
 
     def backward(
         self,
@@ -92,4 +107,12 @@ class TritonLinearAttention(
         cotangents: LinearAttentionResults,
         params: TritonLinearAttentionParams,
     ) -> dict[str, Any]:
-        return run_with_sequential_vmap(lambda given: calls.backward(*given, params), (inputs, cotangents))
+        passes = _passes(inputs)
+        return run_with_sequential_vmap(lambda given: passes.backward(*given, params), (inputs, cotangents))
+
+
+def _passes(inputs: LinearAttentionInputs) -> ModuleType:
+    """The module whose ``forward`` and ``backward`` serve a call."""
+    if inputs.removal is not None:
+        return removal_calls
+    return channel_calls if inputs.gate == "channel" else calls

@@ -181,7 +181,7 @@ def forward(inputs: LinearAttentionInputs, params: TritonLinearAttentionParams) 
     chunks = chunked(inputs)
     states, updates, last, _ = state_pass(chunks, params, final=inputs.return_state)
     tile = params.tokens
-    constants = chunks.constants(tile, _block_k(inputs), scale=True)
+    constants = chunks.constants(tile, block_k(inputs), scale=True)
     (out,) = launch(
         kernels.chunk_outputs,
         [chunks.query, chunks.key, updates, states, chunks.gamma, chunks.table.chunks],
@@ -207,7 +207,7 @@ def backward(
     d_updates, d_states, d_initial = _state_gradients(chunks, d_out, d_updates, cotangents.state, params.states, split)
     delta, gate = inputs.beta is not None, inputs.log_decay is not None
     tile = params.tokens
-    constants = chunks.constants(tile, _block_k(inputs))
+    constants = chunks.constants(tile, block_k(inputs))
     shares = -(-inputs.key_dim // constants["BLOCK_K"])
     per_token = (shares, *inputs.value.shape[:3])
     launched: dict[str, Any] = {
@@ -244,8 +244,7 @@ def backward(
         **launched,
     )  # fmt: skip
     if inputs.qk_l2norm:
-        d_query = _normalized_gradients(inputs, inputs.query, d_query)
-        d_key = _normalized_gradients(inputs, inputs.key, d_key)
+        d_query, d_key = normalized_gradients(inputs, d_query, d_key)
     found = {"query": d_query, "key": d_key, "value": d_value, "initial_state": d_initial}
     if delta:
         found["beta"] = d_beta.sum(0)
@@ -255,8 +254,8 @@ def backward(
     return {name: found[name].astype(getattr(inputs, name).dtype) for name in inputs.gradients}
 
 
-def _block_k(inputs: LinearAttentionInputs) -> int:
-    """Channels of keys of a step, or of a program where each has some."""
+def block_k(inputs: LinearAttentionInputs) -> int:
+    """Channels of keys of a step."""
     widest = 64 if operand_dtype(inputs.value.dtype) == jnp.bfloat16 else 32
     return min(power_of_two(inputs.key_dim, MIN_DOT), widest)
 
@@ -268,7 +267,7 @@ def _local_gradients(
     from tilewright.kernels.linear_attention.triton import backward_kernels as kernels
 
     inputs = chunks.inputs
-    constants = chunks.constants(tile, _block_k(inputs), scale=True)
+    constants = chunks.constants(tile, block_k(inputs), scale=True)
     d_updates, pairs, diagonal = launch(
         kernels.local_gradients,
         [chunks.query, chunks.key, updates, d_out, chunks.gamma, chunks.table.chunks],
@@ -301,7 +300,7 @@ def _pair_gradients(
             chunks.struct(jnp.float32, *inputs.value.shape[:3]),
         ],
         grid=[chunks.table.num_chunks * inputs.value_heads],
-        constants=chunks.constants(tile, _block_k(inputs)),
+        constants=chunks.constants(tile, block_k(inputs)),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -365,8 +364,14 @@ def _gradients_of_spans(
     return d_updates if only_maps else found[2], d_states, d_initial
 
 
-def _normalized_gradients(inputs: LinearAttentionInputs, x: jax.Array, d_normalized: jax.Array) -> jax.Array:
-    """The gradient of queries or keys from that of the normalized ones; zeros where a token is of no sequence."""
+def normalized_gradients(
+    inputs: LinearAttentionInputs, d_query: jax.Array, d_key: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of queries and keys from those of normalized ones; zeros where a token belongs to no sequence."""
+    return _normalized_gradient(inputs, inputs.query, d_query), _normalized_gradient(inputs, inputs.key, d_key)
+
+
+def _normalized_gradient(inputs: LinearAttentionInputs, x: jax.Array, d_normalized: jax.Array) -> jax.Array:
     from tilewright.kernels.linear_attention.triton import backward_kernels as kernels
 
     rows, width = x.size // inputs.key_dim, power_of_two(inputs.key_dim)

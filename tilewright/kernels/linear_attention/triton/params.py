@@ -90,13 +90,23 @@ def _footprint(inputs: LinearAttentionInputs, device: Device, tile: TritonPass, 
     itemsize = 2 if inputs.value.dtype.name == "bfloat16" else 4
     key_dim = power_of_two(inputs.key_dim, MIN_DOT)
     block_v = min(tile.block_v, power_of_two(inputs.value_dim, MIN_DOT))
-    both = 2 if gradients else 1
-    loads = both * CHUNK * (key_dim + block_v) * itemsize + (CHUNK * CHUNK * 4 if inputs.beta is not None else 0)
+    backward, delta, channel = gradients, inputs.beta is not None, inputs.gate == "channel"
+    removal = inputs.removal is not None
+    # Of tokens: keys, backward queries, too; with decays of channels a delta rule has keys twice, as they read and as
+    # they write, and a removal has arrays of its own for both. Without a pipeline they are not there at once.
+    of_keys = min(1 + backward + (channel and delta) + 2 * removal, 4 if tile.num_stages > 1 else 2)
+    of_values = 2 if backward and not channel else 1
+    solves, pairs = delta or removal, removal + (1 + removal if backward and channel else 0)
+    of_pairs = 4 * solves + itemsize * pairs
+    loads = CHUNK * ((of_keys * key_dim + of_values * block_v) * itemsize + CHUNK * of_pairs)
     state = key_dim * block_v * itemsize
     if has_wgmma(device):
         shared = tile.num_stages * loads + state + CHUNK * block_v * itemsize
     else:
-        shared = (tile.num_stages - 1) * loads + state + CHUNK * key_dim * itemsize
+        shared = (tile.num_stages - 1) * loads + state
+        shared += CHUNK * max(key_dim * itemsize, CHUNK * 4 if channel and solves else 0)
+    if channel:  # the last sums, strengths, and values in another layout
+        shared += tile.num_stages * 4 * (key_dim + CHUNK) + 2 * CHUNK * block_v * itemsize
     blocks = inputs.sequences * inputs.value_heads * -(-inputs.value_dim // block_v)
     return Footprint(blocks=blocks, threads=32 * tile.num_warps, shared_bytes=shared)
 
@@ -120,6 +130,13 @@ def listed_params(
     inputs: LinearAttentionInputs, device: Device, direction: Direction
 ) -> list[TritonLinearAttentionParams]:
     """Params worth measuring, best guess first."""
+    listed = (_of_channels if inputs.gate == "channel" else _of_heads)(inputs, device, direction)
+    fitting = [each for each in listed if not launch_reasons(footprints(inputs, device, direction, each), device)]
+    return fitting or listed[-1:]
+
+
+def _of_heads(inputs: LinearAttentionInputs, device: Device, direction: Direction) -> list[TritonLinearAttentionParams]:
+    """With a decay for each head, or none."""
     narrow, forward = inputs.value.dtype.name == "bfloat16", direction == "forward"
     split = segments(inputs, device)
     wide = narrow and has_wgmma(device) and inputs.key_dim <= 128
@@ -149,9 +166,33 @@ def listed_params(
         *(dataclasses.replace(first, tokens=each) for each in tokens),
         *(dataclasses.replace(first, segment=each) for each in split),
     ]
-    listed = list(dict.fromkeys(listed))
-    fitting = [each for each in listed if not launch_reasons(footprints(inputs, device, direction, each), device)]
-    return fitting or listed[-1:]
+    return list(dict.fromkeys(listed))
+
+
+def _of_channels(
+    inputs: LinearAttentionInputs, device: Device, direction: Direction
+) -> list[TritonLinearAttentionParams]:
+    """With a decay for each channel of the keys: sequences are not split."""
+    narrow, hopper = inputs.value.dtype.name == "bfloat16", has_wgmma(device)
+    most = power_of_two(inputs.value_dim, MIN_DOT)
+    widest = 64 if narrow and hopper and inputs.key_dim <= 128 else 32
+    widths = [width for width in (64, 32, 16) if width <= min(most, widest)]
+    # A wide block reads keys and inverses less often; a narrow one has more programs.
+    chains = inputs.sequences * inputs.value_heads
+    enough = [width for width in widths if chains * -(-inputs.value_dim // width) >= device.cores]
+    best = (enough or widths[-1:])[0]
+    widths = sorted(widths, key=lambda width: width != best)
+    warps = (4, 8) if narrow and hopper and inputs.key_dim <= 128 else (8, 4)
+    stages = (2, 3, 1) if narrow else (1, 2)
+    tile = min(most, 64 if narrow and hopper else 32)
+    tokens = [TritonPass(tile, 4, 2), TritonPass(min(most, 128), 8, 2), TritonPass(min(most, 32), 4, 3)]
+    if direction == "backward":
+        # With two stages a few of the accumulators spill.
+        tile = min(tile, 16 if inputs.removal is not None else 32)
+        tokens = [TritonPass(tile, 8, 1), TritonPass(tile, 8, 2), TritonPass(min(most, 32), 8, 1)]
+    states = [TritonPass(width, count, depth) for width in widths for count in warps for depth in stages]
+    listed = [TritonLinearAttentionParams(each, tokens[0]) for each in states]
+    return list(dict.fromkeys([*listed, *(TritonLinearAttentionParams(states[0], each) for each in tokens)]))
 
 
 def _states(inputs: LinearAttentionInputs, chains: int, widest: int, programs: int) -> list[TritonPass]:

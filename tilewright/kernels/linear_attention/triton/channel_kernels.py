@@ -1,0 +1,231 @@
+# mypy: disable-error-code="assignment"
+"""The chunk form of linear attention with decays of the channels of keys in Triton, over chunks of 64 tokens.
+
+  γ        ``gamma``, [chunks, HV, 64, K]: sums of log2 of the decays of a chunk up to each token, in float32; behind
+           the last token that of the last one, γ_C
+  A        A_ij(x, y) = Σ_c x_ic y_jc 2^(γ_ic - γ_jc) below the diagonal
+  P        ``scores`` = scale · (A(q, k) + Diag(q · k)), [chunks, HV, 64, 64]; with a bonus u the diagonal has q · u k,
+           and γ of what reads, here and in Qγ, is that of the token before
+  T        ``inverse`` = (I + β A(k, k))⁻¹, float32: unlike that of decays of heads it has the decays inside
+  Qγ, Kγ   ``from_query`` = scale · Q 2^γ and ``from_key`` = K 2^γ, [chunks, HV, 64, K]: what reads the state before
+  Kε       ``to_end`` = K 2^(γ_C - γ), of the same shape: what writes into the state behind
+  S        the state before a chunk, [K, V]; ``states`` are those of all chunks, [chunks, HV, K, V]
+  R, U     R = β (V - Kγ S) and U = T R, ``updates`` [rows, HV, V]; without a delta rule U = V
+  O        Qγ S + P U, and behind the chunk S is Diag(2^γ_C) S + Kεᵀ U
+
+2^(γ_i - γ_j) of a pair is no product of factors that are finite for each token. But a pair is in the two halves of one
+block of 2, 4, ... or 64 tokens, and of those it is 2^(γ_i - a) 2^(a - γ_j) with a the sum up to the end of the earlier
+half: no exponent is positive, and none depends on a later token. So A is a sum of six products, masked to such pairs.
+
+Operands and sums are as in ``forward_kernels``; grids have one axis, of (chunk or sequence, head, block of K or V).
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.kernels.linear_attention.inverse_kernels import invert_blocks
+from tilewright.kernels.linear_attention.triton.forward_kernels import solved
+
+SIZE = tl.constexpr(64)
+LEVELS = tl.constexpr(6)
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-200.0)
+"""As in ``forward_kernels``."""
+
+
+@triton.jit
+def channel_gates(log_decay, chunks, gamma, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Sums the decays of a chunk; log_decay is [rows, HV, K]."""
+    blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    block, head = tl.program_id(0) % blocks, tl.program_id(0) // blocks % HV
+    chunk = tl.program_id(0) // (blocks * HV)
+    first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
+    i, k = tl.arange(0, SIZE), block * BLOCK_K + tl.arange(0, BLOCK_K)
+    given = log_decay + (first * HV + head) * K + (i * (HV * K))[:, None] + k[None, :]
+    decay = tl.load(given, (i < tokens)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32) * LOG2E
+    # Not tl.maximum, which drops NaN.
+    total = tl.cumsum(tl.where(decay < LOWEST, LOWEST, decay), 0)
+    place = chunk.to(tl.int64) * HV + head
+    tl.store(gamma + place * (SIZE * K) + (i * K)[:, None] + k[None, :], total, (i[:, None] >= 0) & (k < K)[None, :])
+
+
+@triton.jit
+def is_later(i, HALF):
+    """True for tokens in the later half of their block of 2 · HALF."""
+    return i // HALF % 2 == 1
+
+
+@triton.jit
+def is_parted(i, j, HALF):
+    """True for pairs in the two halves of one block of 2 · HALF tokens."""
+    return (i // (2 * HALF) == j // (2 * HALF)) & (i // HALF != j // HALF)
+
+
+@triton.jit
+def anchored(reading, sums, gamma, i, k, k_inside, K: tl.constexpr, HALF):
+    """The decays between each token and the end of the earlier half of its block of 2 · HALF.
+
+    reading, sums   γ of tokens that read, which are later ones, and of those that have written
+    """
+    end = i // (2 * HALF) * (2 * HALF) + (HALF - 1)
+    anchor = tl.load(gamma + (end * K)[:, None] + k[None, :], k_inside[None, :] & (i[:, None] >= 0), other=0.0)
+    return tl.exp2(tl.where(is_later(i, HALF)[:, None], reading - anchor, anchor - sums))
+
+
+@triton.jit
+def sums_before(gamma, i, k, k_inside, K: tl.constexpr):
+    """γ of the token before each, 0 for the first: with a bonus a token reads before it lets the state decay."""
+    return tl.load(gamma + ((i - 1) * K)[:, None] + k[None, :], (i > 0)[:, None] & k_inside[None, :], other=0.0)
+
+
+@triton.jit
+def merged(inverse, lower, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of I plus the blocks of 2 · HALF on the diagonal, from that of the blocks of HALF."""
+    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    below = tl.where(is_parted(i, j, HALF), lower, 0.0)
+    product = tl.dot(inverse, below, input_precision=PRECISION)
+    return inverse - tl.dot(product, inverse, input_precision=PRECISION)
+
+
+@triton.jit
+def inverted(lower, PRECISION: tl.constexpr):
+    """The inverse of I plus a strictly lower triangular matrix; see ``inverse_kernels``.
+
+    Not in float16: elements of strong decays are small, and nothing that they stand for is dropped.
+    """
+    block = tl.arange(0, SIZE // 16)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    inverse = tl.reshape(tl.where(same, invert_blocks(lower, 16)[:, :, None, :], 0.0), (SIZE, SIZE))
+    return merged(merged(inverse, lower, 16, PRECISION), lower, 32, PRECISION)
+
+
+@triton.jit
+def channel_scores(
+    query, key, beta, bonus, gamma, chunks, from_query, from_key, to_end, scores, inverse,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, DELTA: tl.constexpr,
+    BONUS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    """Computes what tokens of a chunk are to each other and to the states; nothing of a chunk without a token."""
+    chunk, head = tl.program_id(0) // HV, tl.program_id(0) % HV
+    first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
+    if tokens > 0:
+        i, k = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)
+        row, column = i[:, None], i[None, :]
+        inside = i < tokens
+        key_head: tl.constexpr = HV // H
+        begin, of_key = (first * H + head // key_head) * K, (i * (H * K))[:, None] + k[None, :]
+        place = chunk.to(tl.int64) * HV + head
+        of_chunk, of_token = place * (SIZE * K), (i * K)[:, None] + k[None, :]
+        operand = scores.dtype.element_ty
+        by_query = tl.zeros((SIZE, SIZE), tl.float32)
+        by_key = tl.zeros((SIZE, SIZE), tl.float32)
+        own = tl.zeros((SIZE,), tl.float32)
+        for step in tl.range(0, K, BLOCK_K):
+            k_inside = step + k < K
+            mask, block = inside[:, None] & k_inside[None, :], of_chunk + step
+            written = (row >= 0) & k_inside[None, :]
+            queries = tl.load(query + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
+            keys = tl.load(key + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
+            sums = tl.load(gamma + block + of_token, written, other=0.0)
+            last = tl.load(gamma + block + (SIZE - 1) * K + k, k_inside, other=0.0)
+            reading, products = sums, queries * keys
+            if BONUS:
+                reading = sums_before(gamma + block, i, k, k_inside, K)
+                products *= tl.load(bonus + head * K + step + k, k_inside, other=0.0).to(tl.float32)[None, :]
+            start = tl.exp2(reading)
+            tl.store(from_query + block + of_token, (SCALE * queries * start).to(operand), written)
+            tl.store(to_end + block + of_token, (keys * tl.exp2(last[None, :] - sums)).to(operand), written)
+            own += tl.sum(products, 1)
+            if DELTA:
+                tl.store(from_key + block + of_token, (keys * start).to(operand), written)
+            for level in tl.range(LEVELS):
+                decays = anchored(reading, sums, gamma + block, i, k, k_inside, K, 1 << level)
+                pairs = is_parted(row, column, 1 << level) & (row > column)
+                late, early = (queries * decays).to(operand), keys * decays
+                found = tl.dot(late, tl.trans(early.to(operand)), input_precision=PRECISION)
+                by_query += tl.where(pairs, found, 0.0)
+                if DELTA:
+                    found = tl.dot(early, tl.trans(early), input_precision=INVERSE)
+                    by_key += tl.where(pairs, found, 0.0)
+        of_pair = place * (SIZE * SIZE) + row * SIZE + column
+        by_query = SCALE * tl.where(row == column, own[:, None], by_query)
+        tl.store(scores + of_pair, by_query.to(operand))
+        if DELTA:
+            strength = tl.load(beta + first * HV + head + i * HV, inside, other=0.0).to(tl.float32)
+            tl.store(inverse + of_pair, inverted(strength[:, None] * by_key, INVERSE))
+
+
+@triton.jit
+def channel_states(
+    value, beta, from_key, to_end, inverse, gamma, initial, chunks, sequences, states, updates, final,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    DELTA: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Goes through the chunks of a sequence: writes S before each, U of each, and S behind the last to ``final``."""
+    v_blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    block, head = tl.program_id(0) % v_blocks, tl.program_id(0) // v_blocks % HV
+    sequence = tl.program_id(0) // (v_blocks * HV)
+    begin, count = tl.load(sequences + 2 * sequence), tl.load(sequences + 2 * sequence + 1)
+    i, k, v = tl.arange(0, SIZE), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    of_state, state_inside = k[:, None] * V + v[None, :], (k < K)[:, None] & (v < V)[None, :]
+    of_token, token_inside = (i * K)[:, None] + k[None, :], (i[:, None] >= 0) & (k < K)[None, :]
+    of_value = (i * (HV * V))[:, None] + v[None, :]
+    operand = states.dtype.element_ty
+    state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+    if INITIAL:
+        state = tl.load(initial + (sequence * HV + head).to(tl.int64) * (K * V) + of_state, state_inside, other=0.0)
+    for number in tl.range(0, count):
+        chunk = begin + number
+        place = chunk.to(tl.int64) * HV + head
+        narrow = state.to(operand)
+        tl.store(states + place * (K * V) + of_state, narrow, state_inside)
+        first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
+        inside = i < tokens
+        value_inside = inside[:, None] & (v < V)[None, :]
+        update = tl.load(value + (first * HV + head) * V + of_value, value_inside, other=0.0).to(tl.float32)
+        if DELTA:
+            keys = tl.load(from_key + place * (SIZE * K) + of_token, token_inside, other=0.0)
+            solve = tl.load(inverse + place * (SIZE * SIZE) + i[:, None] * SIZE + i[None, :])
+            strength = tl.load(beta + first * HV + head + i * HV, inside, other=0.0).to(tl.float32)
+            expected = tl.dot(keys, narrow, input_precision=PRECISION)
+            update = solved(solve, strength[:, None] * (update - expected), operand, PRECISION)
+            tl.store(updates + (first * HV + head) * V + of_value, update.to(operand), value_inside)
+        ends = tl.load(to_end + place * (SIZE * K) + of_token, token_inside, other=0.0)
+        last = tl.load(gamma + place * (SIZE * K) + (SIZE - 1) * K + k, k < K, other=0.0)
+        state *= tl.exp2(last)[:, None]
+        state = tl.dot(tl.trans(ends), update.to(operand), state, input_precision=PRECISION)
+    if FINAL:
+        tl.store(final + (sequence * HV + head).to(tl.int64) * (K * V) + of_state, state, state_inside)
+
+
+@triton.jit
+def channel_outputs(
+    from_query, scores, updates, states, chunks, out,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Computes O of a chunk, and zeros in the rows of padding."""
+    v_blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    block, head = tl.program_id(0) % v_blocks, tl.program_id(0) // v_blocks % HV
+    chunk = tl.program_id(0) // (v_blocks * HV)
+    first, rows = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 1)
+    tokens = tl.load(chunks + 3 * chunk + 2)
+    i, k, v = tl.arange(0, SIZE), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    place = chunk.to(tl.int64) * HV + head
+    values, of_value = (first * HV + head) * V, (i * (HV * V))[:, None] + v[None, :]
+    of_state = k[:, None] * V + v[None, :]
+    result = tl.zeros((SIZE, BLOCK_V), tl.float32)
+    if tokens > 0:
+        operand = states.dtype.element_ty
+        of_token = (i * K)[:, None] + k[None, :]
+        for step in tl.range(0, K, BLOCK_K):
+            k_inside = step + k < K
+            mask = (i[:, None] >= 0) & k_inside[None, :]
+            queries = tl.load(from_query + (place * (SIZE * K) + step) + of_token, mask, other=0.0)
+            before = states + (place * (K * V) + step * V)
+            state = tl.load(before + of_state, k_inside[:, None] & (v < V)[None, :], other=0.0)
+            result = tl.dot(queries, state, result, input_precision=PRECISION)
+        pairs = tl.load(scores + place * (SIZE * SIZE) + i[:, None] * SIZE + i[None, :])
+        update = tl.load(updates + values + of_value, (i < tokens)[:, None] & (v < V)[None, :], other=0.0).to(operand)
+        result = tl.dot(pairs, update, result, input_precision=PRECISION)
+    tl.store(out + values + of_value, result.to(out.dtype.element_ty), (i < rows)[:, None] & (v < V)[None, :])
