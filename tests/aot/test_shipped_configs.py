@@ -423,6 +423,8 @@ HOPPER_RECURRENCES = variants(
         "delta rule, lengths": {"gate": "none", "sequences": "seq_lengths"},
         "narrow": {"key_dim": 64, "value_dim": 64},
         "three blocks": {"value_dim": 192, "gate": "head"},
+        "one sequence": {"qk_l2norm": True, "batch": 1, "length": 32768, "heads": 2},
+        "one sequence, sums": {"update": "add", "batch": 1, "length": 32768, "heads": 2},
         "ssd": {"update": "add", "heads": 1, "value_heads": 80, "value_dim": 64},
         "retention": {"update": "add", "gate": "head", "value_heads": 4, "state": False},
     },

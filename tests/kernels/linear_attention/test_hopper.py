@@ -50,8 +50,10 @@ class TestHopper(GpuConformance):
 run = TestHopper()
 
 
-def outputs(inputs: LinearAttentionInputs, consumers: int = 1, stages: int = 2, *, races: bool = False) -> Any:
-    params = HopperLinearAttentionParams(consumers, stages)
+def outputs(
+    inputs: LinearAttentionInputs, consumers: int = 1, stages: int = 2, segment: int = 0, *, races: bool = False
+) -> Any:
+    params = HopperLinearAttentionParams(consumers, stages, segment)
     with machine(races=races):
         return jax.block_until_ready(jax.jit(lambda inputs: BACKEND.forward(inputs, params))(inputs))
 
@@ -75,6 +77,48 @@ def test_two_consumers(update: Any, case: Any):
         )
     )  # fmt: skip
     check(inputs, outputs(inputs, 2, 2, races=True))
+
+
+@pytest.mark.parametrize("segment", [1, 2])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"length": 200, "qk_l2norm": True, "state": True},
+        {"length": 330, "sequences": "cum_seqlens", "qk_l2norm": True, "state": True},
+        {"length": 200, "gate": "none", "batch": 2, "sequences": "seq_lengths"},
+        {"length": 330, "update": "add", "sequences": "cum_seqlens", "state": True},
+        {"length": 200, "update": "add", "gate": "head", "state": True},
+        {"length": 200, "update": "add", "gate": "none"},
+    ],
+    ids=lambda fields: "-".join(str(each) for each in fields.values()),
+)
+def test_split_sequences(fields: Any, segment: int):
+    """Segments of a chunk, and of two with a shorter one behind them, have the states that a whole pass has."""
+    inputs = inputs_of(dataclasses.replace(FULL, value_heads=2, **fields))
+    check(inputs, outputs(inputs, segment=segment))
+
+
+@pytest.mark.parametrize("update", ["add", "delta"])
+def test_split_sequences_of_two_consumers(update: Any):
+    """What a segment makes of its state is computed by CTAs of values and by others of keys; nothing races."""
+    inputs = inputs_of(
+        dataclasses.replace(
+            FULL, length=300, sequences="cum_seqlens", key_dim=128, value_dim=128, update=update, state=True,
+            qk_l2norm=True,
+        )
+    )  # fmt: skip
+    check(inputs, outputs(inputs, 2, 3, 2, races=True))
+
+
+def test_empty_sequences_pass_states_on():
+    for segment in (0, 1):
+        inputs = inputs_of(dataclasses.replace(FULL, length=90, sequences="cum_seqlens", state=True))
+        inputs = inputs.replace(cum_seqlens=jnp.asarray([9, 9, 40, 40, 40], jnp.int32))
+        got = outputs(inputs, segment=segment)
+        for empty in (0, 2, 3):
+            np.testing.assert_array_equal(got.state[empty], inputs.initial_state[empty])
+        assert not np.any(got.out[:, :9])
+        assert not np.any(got.out[:, 40:])
 
 
 def test_blocks_of_values():
@@ -186,13 +230,17 @@ def test_it_is_for_hopper_and_the_forward_pass():
 
 
 def test_params():
-    """Two consumers where all SMs have work; with few heads two CTAs share one."""
+    """Two consumers where all SMs have work; with few heads two CTAs share one, and a long sequence is split."""
+    one = inputs_of(dataclasses.replace(FULL, length=8192, key_dim=128, value_dim=128, value_heads=8)).structs
     many = inputs_of(dataclasses.replace(FULL, batch=8, length=64, value_heads=16, heads=4, value_dim=128)).structs
     few = inputs_of(dataclasses.replace(FULL, value_heads=4, value_dim=128)).structs
     assert listed_params(many, 132)[0].consumers == 2
     assert listed_params(few, 132)[0].consumers == 1
-    for each in BACKEND.candidates(many, H100, "forward"):
-        assert not BACKEND.config_reasons(many, H100, "forward", each)
-    for wrong in ({"consumers": 3}, {"stages": 1}, {"consumers": True}):
-        with pytest.raises(ValueError, match="must be"):
+    assert listed_params(one, 132)[0].segment
+    assert not listed_params(many, 132)[0].segment
+    for inputs in (one, many, few):
+        for each in BACKEND.candidates(inputs, H100, "forward"):
+            assert not BACKEND.config_reasons(inputs, H100, "forward", each)
+    for wrong in ({"consumers": 3}, {"segment": -1}, {"stages": 1}, {"consumers": True}):
+        with pytest.raises(ValueError, match="must"):
             HopperLinearAttentionParams(**{"consumers": 1, "stages": 2, **wrong})

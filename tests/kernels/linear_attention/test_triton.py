@@ -114,7 +114,7 @@ def test_equal_keys_in_sixteen_bits(gate: Any):
     assert relative_error(outputs(inputs).out, exact(inputs, run.cotangents(inputs))["out"]) < 0.05
 
 
-@pytest.mark.parametrize("gate,params", SPLIT_TOO)
+@pytest.mark.parametrize(("gate", "params"), SPLIT_TOO)
 @pytest.mark.parametrize("total", [-9.0, -14.0, -30.0])
 def test_old_history_is_not_dropped(total: float, gate: Any, params: TritonLinearAttentionParams):
     """What is left of one early value counts, relative to itself."""
@@ -146,7 +146,7 @@ def test_zero_keys_have_finite_gradients():
     assert all(np.all(np.isfinite(x)) for x in got.values())
 
 
-@pytest.mark.parametrize("gate,params", SPLIT_TOO)
+@pytest.mark.parametrize(("gate", "params"), SPLIT_TOO)
 @pytest.mark.parametrize("at", [1, 16, 37, 64])
 def test_causal_to_the_bit(at: int, gate: Any, params: TritonLinearAttentionParams):
     """Whatever follows, be it a decay of 0 or a large value."""
@@ -162,7 +162,7 @@ def test_causal_to_the_bit(at: int, gate: Any, params: TritonLinearAttentionPara
     np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.parametrize("gate,params", SPLIT_TOO)
+@pytest.mark.parametrize(("gate", "params"), SPLIT_TOO)
 def test_a_sequence_has_the_same_bits_anywhere(gate: Any, params: TritonLinearAttentionParams):
     """Alone, behind others, and before others."""
     alone = inputs_of(dataclasses.replace(SMALL, gate=gate, length=70))

@@ -70,14 +70,17 @@ class HopperLinearAttention(Backend[LinearAttentionInputs, LinearAttentionResult
     def config_reasons(
         self, inputs: LinearAttentionInputs, device: Device, direction: Direction, params: HopperLinearAttentionParams
     ) -> list[str]:
-        if inputs.value_dim % (64 * params.consumers):
-            return [f"each consumer has 64 channels of a CTA, got value_dim={inputs.value_dim}, {params}"]
+        maps = inputs.key_dim if params.segment and inputs.beta is not None else 0
+        if inputs.value_dim % (64 * params.consumers) or maps % (64 * params.consumers):
+            return [f"each consumer has 64 channels of a CTA, got {inputs.value_dim=}, {inputs.key_dim=}, {params}"]
         return launch_reasons(self.footprints(inputs, device, direction, params), device)
 
     def footprints(
         self, inputs: LinearAttentionInputs, device: Device, direction: Direction, params: HopperLinearAttentionParams
     ) -> Sequence[Footprint]:
-        return [footprint(forward_call(inputs, params), inputs.value.dtype)]
+        both = (False, True) if params.segment else (False,)
+        calls = [forward_call(inputs, params, inputs.sequences, maps=maps) for maps in both]
+        return [footprint(call, inputs.value.dtype) for call in calls]
 
     def forward(self, inputs: LinearAttentionInputs, params: HopperLinearAttentionParams) -> LinearAttentionResults:
         return run_with_sequential_vmap(lambda inputs: forward(inputs, params), inputs)

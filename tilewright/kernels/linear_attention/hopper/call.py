@@ -3,33 +3,39 @@
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.linear_attention.chunks import CHUNK, ChunkTable, chunk_table
+from tilewright.kernels.linear_attention.chunks import CHUNK, ChunkTable, chunk_table, segment_table
 from tilewright.kernels.linear_attention.hopper.forward import (
+    GAMMA,
     GATES,
     ForwardCall,
     ForwardOperands,
+    ForwardResults,
     chunk_forward,
 )
 from tilewright.kernels.linear_attention.hopper.params import HopperLinearAttentionParams
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
+from tilewright.kernels.linear_attention.triton.segments import Segments
 from tilewright.kernels.triton import launch
 
 CLEARED = 1024
 """Elements of a store of zeros."""
 
 
-def forward_call(inputs: LinearAttentionInputs, params: HopperLinearAttentionParams) -> ForwardCall:
-    """The static half of the kernel's call."""
+def forward_call(
+    inputs: LinearAttentionInputs, params: HopperLinearAttentionParams, sequences: int, *, maps: bool = False
+) -> ForwardCall:
+    """The static half of the kernel's call for so many sequences or segments."""
     return ForwardCall(
-        sequences=inputs.sequences,
+        sequences=sequences,
         heads=inputs.heads,
         value_heads=inputs.value_heads,
         key_dim=inputs.key_dim,
         value_dim=inputs.value_dim,
         delta=inputs.beta is not None,
-        return_state=inputs.return_state,
+        return_state=inputs.return_state or maps,
         consumers=params.consumers,
         stages=params.stages,
+        maps=maps,
     )
 
 
@@ -37,18 +43,40 @@ def forward(inputs: LinearAttentionInputs, params: HopperLinearAttentionParams) 
     """The results of a call."""
     table = chunk_table(inputs.batch, inputs.length, cum_seqlens=inputs.cum_seqlens, seq_lengths=inputs.seq_lengths)
     gates, solve = prepared(inputs, table)
-    rows = inputs.batch * inputs.length
-    query, key, value = (x.reshape(rows, *x.shape[2:]) for x in (inputs.query, inputs.key, inputs.value))
-    first_row, length = _sequences(inputs, table)
-    operands = ForwardOperands(
-        query, key, value, gates, solve,
-        state=None if inputs.initial_state is None else inputs.initial_state.mT.astype(jnp.float32),
-        first_row=first_row, first_chunk=table.sequences[:, 0], length=length,
-    )  # fmt: skip
-    results = chunk_forward(operands, forward_call(inputs, params))
+
+    def run(spans: jax.Array, initial: jax.Array | None, *, maps: bool = False) -> ForwardResults[jax.Array]:
+        rows = inputs.batch * inputs.length
+        query, key, value = (x.reshape(rows, *x.shape[2:]) for x in (inputs.query, inputs.key, inputs.value))
+        state = None if initial is None else initial.mT.astype(jnp.float32)
+        operands = ForwardOperands(query, key, value, gates, solve, state, *rows_of(spans, table))
+        return chunk_forward(operands, forward_call(inputs, params, spans.shape[0], maps=maps))
+
+    if params.segment:
+        segments = segment_table(table, params.segment)
+        # Nothing follows the last segment of a sequence; others are full of tokens.
+        last = segments.sequences[:, 0] + segments.sequences[:, 1] - 1
+        mapped = segments.segments.at[jnp.where(last >= 0, last, segments.num_segments), 1].set(0, mode="drop")
+        maps = run(mapped, None, maps=True).state
+        assert maps is not None  # the result of maps
+        split = Segments(inputs, segments, params.segment, maps.mT, gates[:, :, GAMMA])
+        results = run(segments.segments, split.states(maps.mT, inputs.initial_state))
+        state = None if results.state is None else split.outermost(results.state.mT, inputs.initial_state)
+    else:
+        results = run(table.sequences, inputs.initial_state)
+        state = None if results.state is None else results.state.mT
+    assert results.out is not None  # the result of a pass that is no map
     whole = inputs.cum_seqlens is None and inputs.seq_lengths is None
     out = results.out if whole else _with_zeros(results.out, table)
-    return LinearAttentionResults(out.reshape(inputs.value.shape), None if results.state is None else results.state.mT)
+    return LinearAttentionResults(out.reshape(inputs.value.shape), state)
+
+
+def rows_of(spans: jax.Array, table: ChunkTable) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first row, the first chunk and the number of tokens of spans, ``[spans, 2]`` like those of the table."""
+    first, count = spans[:, 0], spans[:, 1]
+    # All chunks of a span but the last one are full.
+    begin, last = (jnp.clip(each, 0, table.num_chunks - 1) for each in (first, first + count - 1))
+    tokens = jnp.where(count > 0, (count - 1) * CHUNK + table.chunks[last, 2], 0)
+    return table.chunks[begin, 0], first, tokens
 
 
 def prepared(inputs: LinearAttentionInputs, table: ChunkTable) -> tuple[jax.Array, jax.Array | None]:
@@ -82,17 +110,6 @@ def prepared(inputs: LinearAttentionInputs, table: ChunkTable) -> tuple[jax.Arra
         },
     )  # fmt: skip
     return gates, solve if delta else None
-
-
-def _sequences(inputs: LinearAttentionInputs, table: ChunkTable) -> tuple[jax.Array, jax.Array]:
-    """The first row and the number of tokens of each sequence."""
-    if inputs.cum_seqlens is not None:
-        bounds = jnp.clip(inputs.cum_seqlens, 0, inputs.length)
-        return bounds[:-1], jnp.maximum(bounds[1:] - bounds[:-1], 0)
-    lengths = jnp.full((inputs.batch,), inputs.length, jnp.int32)
-    if inputs.seq_lengths is not None:
-        lengths = jnp.clip(inputs.seq_lengths, 0, inputs.length)
-    return jnp.arange(inputs.batch, dtype=jnp.int32) * inputs.length, lengths
 
 
 def _with_zeros(out: jax.Array, table: ChunkTable) -> jax.Array:

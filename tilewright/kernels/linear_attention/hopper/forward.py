@@ -29,6 +29,9 @@ A step; time runs to the right::
 
 The diagonal of T is not in its operand: β R stays in float32, as equal keys leave little of it. Without the delta rule
 U is V.
+
+With ``maps`` the same kernel computes what a sequence makes of any state, M S + S_0: S_0 of its values from a state of
+0 and, for a delta rule, M without values from the identity, in K more columns. There is no output then.
 """
 
 import dataclasses
@@ -77,6 +80,7 @@ class ForwardCall:
       key_dim, value_dim: 64 or 128, and a multiple of 64 · ``consumers``.
       delta: True for a delta rule.
       return_state: whether the states behind the last tokens are stored.
+      maps: whether what the sequences make of any state is computed, and no output.
       consumers: warpgroups of a CTA with 64 columns of V each.
       stages: of the ring ``tokens``.
     """
@@ -90,11 +94,17 @@ class ForwardCall:
     return_state: bool
     consumers: int
     stages: int
+    maps: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Rows of Sᵀ of a sequence and a value head."""
+        return self.value_dim + (self.key_dim if self.maps and self.delta else 0)
 
     @property
     def value_blocks(self) -> int:
         """CTAs that share a sequence and a value head."""
-        return self.value_dim // (ROWS * self.consumers)
+        return self.columns // (ROWS * self.consumers)
 
     @property
     def num_ctas(self) -> int:
@@ -132,11 +142,12 @@ class ForwardResults[Result](NamedTuple):
     """Results of `chunk_forward`.
 
     Attributes:
-      out: ``[rows, value_heads, V]``; rows that belong to no sequence are not written.
-      state: after the last token, like that of the operands, if it is returned.
+      out: ``[rows, value_heads, V]``; rows that belong to no sequence are not written. None of maps.
+      state: after the last token, like that of the operands, if it is returned. Of maps ``[sequences, value_heads,
+        V + K, K]`` with a delta rule, of sequences whose length is a multiple of 64: S_0 and below it M, transposed.
     """
 
-    out: Result
+    out: Result | None
     state: Result | None
 
 
@@ -145,22 +156,23 @@ class ForwardScratch[Rings, Memory](NamedTuple):
 
     tokens: Rings
     solve: Rings | None
-    scores: Rings
-    out: Memory
+    scores: Rings | None
+    out: Memory | None
 
 
 def scratch_plan(call: ForwardCall, dtype: DTypeLike) -> ForwardScratch[RingPlan, TileStack]:
     """Rings and buffers of a CTA."""
-    key_tile = SharedTile((2 * CHUNK, call.key_dim), dtype, 128, panelled=True)
+    operands = 1 if call.maps else 2
+    key_tile = SharedTile((operands * CHUNK, call.key_dim), dtype, 128, panelled=True)
     # Of a single panel each, which a consumer takes by its index.
     value_tile = SharedTile((CHUNK, ROWS), dtype, 128, panelled=True)
     gates = SharedTile((GATES, CHUNK), jnp.float32, 0)
-    parts = RingPart(key_tile, copies=2), RingPart(value_tile, call.consumers), RingPart(gates)
+    parts = RingPart(key_tile, copies=operands), RingPart(value_tile, call.consumers), RingPart(gates)
     return ForwardScratch(
-        tokens=RingPlan(parts, call.stages, call.consumers + 1),
+        tokens=RingPlan(parts, call.stages, call.consumers + (not call.maps)),
         solve=RingPlan(SharedTile((2 * CHUNK, CHUNK), dtype), 2, call.consumers) if call.delta else None,
-        scores=RingPlan(SharedTile((CHUNK, CHUNK), dtype), 2, call.consumers, writers=1),
-        out=SharedTile((CHUNK, ROWS), dtype, 128, panelled=True).stack(call.consumers),
+        scores=None if call.maps else RingPlan(SharedTile((CHUNK, CHUNK), dtype), 2, call.consumers, writers=1),
+        out=None if call.maps else SharedTile((CHUNK, ROWS), dtype, 128, panelled=True).stack(call.consumers),
     )
 
 
@@ -168,7 +180,7 @@ def footprint(call: ForwardCall, dtype: DTypeLike) -> Footprint:
     """Blocks, threads and shared memory of a call."""
     plan = scratch_plan(call, dtype)
     rings = (ring.shared_bytes for ring in (plan.tokens, plan.solve, plan.scores) if ring is not None)
-    shared = sum(rings) + plan.out.tile.stack_bytes(call.consumers)
+    shared = sum(rings) + (0 if plan.out is None else plan.out.tile.stack_bytes(call.consumers))
     return Footprint(blocks=call.num_ctas, threads=call.warpgroups * WARPGROUP_THREADS, shared_bytes=shared)
 
 
@@ -230,7 +242,8 @@ def run_producer(ctx: ForwardContext) -> None:
         pl.when(step < steps)(functools.partial(load_chunk, ctx, step))
 
     def one_step(step: Scalar, _: None) -> None:
-        prepare_chunk(ctx, step)
+        if ctx.scratch.scores is not None:
+            prepare_chunk(ctx, ctx.scratch.scores, step)
         # Behind the scores, for it waits until the consumers are done with the chunk before.
         pl.when(step + ahead < steps)(functools.partial(load_chunk, ctx, step + ahead))
 
@@ -242,11 +255,14 @@ def load_chunk(ctx: ForwardContext, step: Scalar) -> None:
     operands, head = ctx.operands, ctx.value_head
     chunk = operands.first_chunk[ctx.sequence] + step
     rows = pl.ds(operands.first_row[ctx.sequence] + step * CHUNK, CHUNK)
-    blocks = [pl.ds(ctx.first_column + number * ROWS, ROWS) for number in range(ctx.call.consumers)]
+    # Maps have columns without values.
+    columns = (ctx.first_column + number * ROWS for number in range(ctx.call.consumers))
+    columns = (lax.rem(each, jnp.int32(ctx.call.value_dim)) if ctx.call.maps else each for each in columns)
+    blocks = [pl.ds(each, ROWS) for each in columns]
     ctx.scratch.tokens.load_from_dram(
         step,
         operands.key.at[rows, ctx.key_head],
-        operands.query.at[rows, ctx.key_head],
+        *(() if ctx.call.maps else (operands.query.at[rows, ctx.key_head],)),
         *(operands.value.at[rows, head, block] for block in blocks),
         operands.gates.at[chunk, head],
     )
@@ -254,7 +270,7 @@ def load_chunk(ctx: ForwardContext, step: Scalar) -> None:
         ctx.scratch.solve.load_from_dram(step, operands.solve.at[chunk, head])
 
 
-def prepare_chunk(ctx: ForwardContext, step: Scalar) -> None:
+def prepare_chunk(ctx: ForwardContext, scores: Ring, step: Scalar) -> None:
     """Writes P of a chunk, and clears what K and V hold behind the last token."""
     tokens, shape, count = ctx.scratch.tokens, (CHUNK, CHUNK), ctx.count(step)
     tokens.load_from_shared(step)
@@ -275,7 +291,7 @@ def prepare_chunk(ctx: ForwardContext, step: Scalar) -> None:
     of_row, of_column = plgpu.load(gates.at[GAMMA], layout=row_layout()), _of_columns(gates, GAMMA)
     # The exponent is masked, not the power: of later tokens it may overflow. 2^-inf is 0.
     distance = jnp.where(row >= column, spread(of_row, shape, 0) - spread(of_column, shape, 1), -jnp.inf)
-    ctx.scratch.scores.copy_to_shared(step, (products * jnp.exp2(distance)).astype(ctx.dtype))
+    scores.copy_to_shared(step, (products * jnp.exp2(distance)).astype(ctx.dtype))
     tokens.release(step)
 
 
@@ -298,6 +314,11 @@ def run_consumer(ctx: ForwardContext) -> None:
         if ctx.operands.state is not None:
             before = ctx.operands.state.at[ctx.sequence, ctx.value_head, columns]
             state[...] = plgpu.load(before, layout=tile_layout(), optimized=False)
+        elif ctx.call.maps and ctx.call.delta:
+            row, column = (
+                plgpu.broadcasted_iota(jnp.int32, state.shape, axis, layout=tile_layout()) for axis in (0, 1)
+            )
+            state[...] = jnp.where(row + (columns.start - ctx.call.value_dim) == column, 1.0, 0.0)
         lax.fori_loop(0, ctx.steps, lambda step, _: consume_chunk(ctx, state, columns, step), None)
         if ctx.results.state is not None:
             ctx.results.state.at[ctx.sequence, ctx.value_head, columns][...] = state[...]
@@ -308,8 +329,14 @@ def run_consumer(ctx: ForwardContext) -> None:
 
 def consume_chunk(ctx: ForwardContext, state: Ref, columns: pl.Slice, step: Scalar) -> None:
     """A step of a consumer, whose accumulator ``state`` is Sᵀ."""
-    out = chunk_output(ctx, state, step)
-    tokens, scores, staging = ctx.scratch.tokens, ctx.scratch.scores, ctx.scratch.out.at[lax.axis_index("warpgroup")]
+    tokens, scores, staging = ctx.scratch.tokens, ctx.scratch.scores, ctx.scratch.out
+    if scores is None or staging is None or ctx.results.out is None:
+        update_state(ctx, state, columns, step)
+        plgpu.commit_smem()
+        tokens.release(step)
+        return
+    out = chunk_output(ctx, scores, state, step)
+    staging = staging.at[lax.axis_index("warpgroup")]
     # Threads have read V and the gates: a fence before TMA may write there.
     plgpu.commit_smem()
     tokens.release(step)
@@ -321,21 +348,43 @@ def consume_chunk(ctx: ForwardContext, state: Ref, columns: pl.Slice, step: Scal
     store_rows(staging, ctx.results.out.at[:, ctx.value_head], row, columns.start, ctx.count(step))
 
 
-def chunk_output(ctx: ForwardContext, state: Ref, step: Scalar) -> jax.Array:
+def update_state(ctx: ForwardContext, state: Ref, columns: pl.Slice, step: Scalar) -> None:
+    """Updates the state of a map by a chunk that is full of tokens."""
+    tokens, solve, shape = ctx.scratch.tokens, ctx.scratch.solve, (ROWS, CHUNK)
+    rounded = state[...].astype(ctx.dtype)
+    tokens.load_from_shared(step)
+    gates = _gates(tokens, step)
+    own, power = lax.optimization_barrier((_values(tokens, step), _of_columns(gates, READ_KEY)))
+    if solve is None:
+        written, to_end = own.astype(jnp.float32), _of_columns(gates, TO_END)
+    else:
+        # Columns of M have no values; a tile has columns of one kind.
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=tile_layout())
+        own = jnp.where(row < ctx.call.value_dim - columns.start, own.astype(jnp.float32), 0.0)
+
+        def read(acc: Ref) -> jax.Array:
+            mma(acc, rounded, _rows(tokens, step, ROWS_OF_K).T)
+            return acc[...]
+
+        rest = own - pl.run_scoped(read, plgpu.ACC(shape, jnp.float32)) * spread(power, shape, 1)
+        written, to_end = _solved(solve, gates, rest, step)
+    decayed = (written * spread(to_end, shape, 1)).astype(ctx.dtype)
+    last = lax.optimization_barrier(plgpu.load(gates.at[LAST], layout=row_layout()))
+    state[...] = state[...] * across(last, ctx.call.key_dim)
+    mma(state, decayed, _rows(tokens, step, ROWS_OF_K))
+    plgpu.wgmma_wait(0)
+
+
+def chunk_output(ctx: ForwardContext, scores: Ring, state: Ref, step: Scalar) -> jax.Array:
     """Updates the state by a chunk; returns its O, transposed."""
-    tokens, scores, solve, shape = ctx.scratch.tokens, ctx.scratch.scores, ctx.scratch.solve, (ROWS, CHUNK)
+    tokens, solve, shape = ctx.scratch.tokens, ctx.scratch.solve, (ROWS, CHUNK)
     gates, count = _gates(tokens, step), ctx.count(step)
     rounded = state[...].astype(ctx.dtype)
     tokens.load_from_shared(step)
     # Rows behind the last token are cleared before the scores are complete.
     pl.when(count < CHUNK)(lambda: scores.load_from_shared(step))
-    panel = _panel(tokens.get_mma_tile(step, part=V, number=lax.axis_index("warpgroup")))
-    loaded = lax.optimization_barrier(
-        (
-            plgpu.load(panel.T, layout=tile_layout()),
-            *((_of_columns(gates, READ_KEY),) if solve is not None else ()),
-        )
-    )
+    # Loaded before the MMA is issued, as all that is combined with its accumulator: ptxas would wait for each MMA.
+    own, power = lax.optimization_barrier((_values(tokens, step), _of_columns(gates, READ_KEY)))
 
     def read(acc: Ref) -> jax.Array:
         """KS beside QS."""
@@ -349,25 +398,13 @@ def chunk_output(ctx: ForwardContext, state: Ref, step: Scalar) -> jax.Array:
     if solve is not None:
         found = pl.run_scoped(read, plgpu.ACC((ROWS, 2 * CHUNK), jnp.float32))
         found, before = found[:, :CHUNK], found[:, CHUNK:]
-        own, power = loaded
         rest = own.astype(jnp.float32) - found * spread(power, shape, 1)
     else:
         before = pl.run_scoped(read_queries, plgpu.ACC(shape, jnp.float32))
-        rest = loaded[0].astype(jnp.float32)
-
-    def update(solve: Ring, acc: Ref) -> tuple[jax.Array, jax.Array]:
-        """U = beta R + T R, and the decays to the end of the chunk."""
-        to_end = lax.optimization_barrier(_of_columns(gates, TO_END))
-        acc[...] = rest * spread(_of_columns(gates, BETA), shape, 1)
-        low = rest.astype(ctx.dtype)
-        for part in range(2):
-            plgpu.wgmma(acc, low, solve.get_mma_tile(step).at[pl.ds(part * CHUNK, CHUNK)].T)
-        return acc[...], to_end
+        rest = own.astype(jnp.float32)
 
     if solve is not None:
-        solve.load_from_shared(step)
-        written, to_end = pl.run_scoped(functools.partial(update, solve), plgpu.ACC(shape, jnp.float32))
-        solve.release(step)
+        written, to_end = _solved(solve, gates, rest, step)
     else:
         written, to_end = rest, _of_columns(gates, TO_END)
     decayed = (written * spread(to_end, shape, 1)).astype(ctx.dtype)
@@ -385,6 +422,29 @@ def chunk_output(ctx: ForwardContext, state: Ref, step: Scalar) -> jax.Array:
         return out[...]
 
     return pl.run_scoped(write, plgpu.ACC(shape, jnp.float32))
+
+
+def _values(tokens: Ring, step: Scalar) -> jax.Array:
+    """V of a chunk, transposed."""
+    tile = tokens.get_mma_tile(step, part=V, number=lax.axis_index("warpgroup"))
+    return plgpu.load(_panel(tile).T, layout=tile_layout())
+
+
+def _solved(solve: Ring, gates: Ref, rest: jax.Array, step: Scalar) -> tuple[jax.Array, jax.Array]:
+    """U = beta R + T R, and the decays to the end of the chunk."""
+    low, shape = rest.astype(solve.smem.dtype), (ROWS, CHUNK)
+
+    def update(acc: Ref) -> tuple[jax.Array, jax.Array]:
+        to_end = lax.optimization_barrier(_of_columns(gates, TO_END))
+        acc[...] = rest * spread(_of_columns(gates, BETA), shape, 1)
+        for part in range(2):
+            plgpu.wgmma(acc, low, solve.get_mma_tile(step).at[pl.ds(part * CHUNK, CHUNK)].T)
+        return acc[...], to_end
+
+    solve.load_from_shared(step)
+    found = pl.run_scoped(update, plgpu.ACC(shape, jnp.float32))
+    solve.release(step)
+    return found
 
 
 def _gates(tokens: Ring, step: Scalar) -> Ref:
@@ -424,8 +484,8 @@ def chunk_forward(operands: ForwardOperands[jax.Array], call: ForwardCall) -> Fo
         pl.when(warpgroup == call.consumers)(functools.partial(run_producer, ctx))
 
     results = ForwardResults(
-        jax.ShapeDtypeStruct((operands.value.shape[0], call.value_heads, call.value_dim), dtype),
-        jax.ShapeDtypeStruct((call.sequences, call.value_heads, call.value_dim, call.key_dim), jnp.float32)
+        None if call.maps else jax.ShapeDtypeStruct((operands.value.shape[0], call.value_heads, call.value_dim), dtype),
+        jax.ShapeDtypeStruct((call.sequences, call.value_heads, call.columns, call.key_dim), jnp.float32)
         if call.return_state
         else None,
     )

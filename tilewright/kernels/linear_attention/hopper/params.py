@@ -3,6 +3,7 @@
 import dataclasses
 
 from tilewright.kernels.hopper.tiles import ROWS
+from tilewright.kernels.linear_attention.chunks import CHUNK
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -15,30 +16,58 @@ class HopperLinearAttentionParams:
     Attributes:
       consumers: warpgroups of a CTA, each with 64 channels of the values.
       stages: chunks in shared memory that are loaded or read.
+      segment: chunks of a segment; sequences are split into segments that run at once, and what each makes of a state
+        is computed first. With 0 they are not split.
     """
 
     consumers: int
     stages: int
+    segment: int = 0
 
     def __post_init__(self) -> None:
         if type(self.consumers) is not int or self.consumers not in (1, 2):
             raise ValueError(f"consumers must be 1 or 2, got {self}")
         if type(self.stages) is not int or not 2 <= self.stages <= 8:
             raise ValueError(f"stages must be from 2 to 8, got {self}")
+        if type(self.segment) is not int or self.segment < 0:
+            raise ValueError(f"segment must not be negative, got {self}")
 
 
 STEP_TIME = {1: 2.0, 2: 2.3}
 """Microseconds of a CTA for a chunk, by the number of consumers: on an H200, of a delta rule with 128 channels."""
 
+MAP_TIME = {1: 1.5, 2: 1.8}
+"""The same of maps, which have no output; an estimate."""
+
+FOLD_TIME = 3.0
+"""Microseconds in which a state goes through a segment by its map; an estimate."""
+
+MAX_SEGMENTS = 32
+"""Segments of a sequence that are considered."""
+
 
 def listed_params(inputs: LinearAttentionInputs, cores: int) -> list[HopperLinearAttentionParams]:
     """Params worth measuring, best guess first."""
-
-    def seconds(consumers: int) -> float:
-        """Time of a chunk of all CTAs, in the order in which SMs take them."""
-        ctas = inputs.sequences * inputs.value_heads * (inputs.value_dim // (ROWS * consumers))
-        return -(-ctas // cores) * STEP_TIME[consumers]
-
+    # By shapes alone, as bits of results depend on the segments: of sequences of one length.
+    chunks = -(-inputs.batch * inputs.length // (CHUNK * inputs.sequences))
     counts = [count for count in (2, 1) if inputs.value_dim % (ROWS * count) == 0]
-    counts.sort(key=seconds)
-    return [HopperLinearAttentionParams(count, stages) for count in counts for stages in (3, 2)]
+    sizes = [0, *dict.fromkeys(-(-chunks // number) for number in range(2, min(chunks // 2, MAX_SEGMENTS) + 1))]
+    both = [(count, size) for count in counts for size in sizes if not size or inputs.key_dim % (ROWS * count) == 0]
+    both.sort(key=lambda each: _time(inputs, cores, chunks, *each))
+    kept = [*both[:2], *(each for each in both[2:] if not each[1])]
+    return [HopperLinearAttentionParams(count, stages, size) for count, size in kept for stages in (3, 2)]
+
+
+def _time(inputs: LinearAttentionInputs, cores: int, chunks: int, consumers: int, size: int) -> float:
+    """Estimated microseconds of a call; all CTAs of a pass run as many chunks."""
+    chains, channels = inputs.sequences * inputs.value_heads, ROWS * consumers
+
+    def rounds(spans: int, columns: int) -> int:
+        return -(-chains * spans * (columns // channels) // cores)
+
+    if not size:
+        return rounds(1, inputs.value_dim) * chunks * STEP_TIME[consumers]
+    segments = -(-chunks // size)
+    columns = inputs.value_dim + (inputs.key_dim if inputs.beta is not None else 0)
+    maps = rounds(segments - 1, columns) * size * MAP_TIME[consumers] + segments * FOLD_TIME
+    return maps + rounds(segments, inputs.value_dim) * size * STEP_TIME[consumers]
