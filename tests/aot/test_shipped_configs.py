@@ -410,9 +410,7 @@ ROUTERS = TopKRouter.cases.by_device["gpu"] | variants(
 
 # Linear attention in Triton.
 
-RECURRENCES = {
-    name: case for name, case in LinearAttention.cases.by_device["gpu"].items() if case.gate in ("head", "token")
-}
+RECURRENCES = LinearAttention.cases.by_device["gpu"]
 # The causal convolution in Triton.
 
 CONVOLUTIONS = CausalConv1d.cases.by_device["gpu"] | variants(
