@@ -412,9 +412,7 @@ ROUTERS = TopKRouter.cases.by_device["gpu"] | variants(
 
 # Linear attention in Triton and on Hopper.
 
-RECURRENCES = {
-    name: case for name, case in LinearAttention.cases.by_device["gpu"].items() if case.gate in ("head", "token")
-}
+RECURRENCES = LinearAttention.cases.by_device["gpu"]
 HOPPER_RECURRENCES = variants(
     LinearAttentionCase("", batch=2, length=4096, heads=4, key_dim=128, value_heads=8, dtype="bfloat16", state=True),
     {

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.linear_attention.conformance import inputs_of
+from tests.kernels.linear_attention.conformance import exact, inputs_of
 from tests.kernels.linear_attention.gpu_conformance import GpuConformance, relative_error
 from tilewright.kernels.linear_attention.cases import LinearAttentionCase
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
 from tilewright.kernels.linear_attention.op import LinearAttention
 from tilewright.kernels.linear_attention.triton.backend import TritonLinearAttention
 from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams
+from tilewright.kernels.linear_attention.xla.backend import XlaLinearAttention
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Choice, PerDirection
 from tilewright.modules import linear_attention
@@ -84,8 +85,11 @@ def call_of(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(jnp.asarray(x) for x in args), kwargs
 
 
-def found(name: str, cfg: Any = None, platform: str = "triton") -> dict[str, Any]:
-    """Results and gradients of one call, by name; in XLA from the same values in float32."""
+def found(name: str, cfg: Any = None, platform: Any = ("triton", "xla")) -> dict[str, Any]:
+    """Results and gradients of one call, by name; in XLA from the same values in float32.
+
+    By default in Triton, but for gradients that it declines.
+    """
     args, kwargs = call_of(name)
     if platform == "xla":
         args = tuple(x.astype(jnp.float32) for x in args)
@@ -127,6 +131,25 @@ def test_few_heads_are_split():
         assert BACKEND.heuristic(inputs, current_device(), "backward").segment, name
 
 
+@pytest.mark.xfail(strict=False, reason="not established; the backend declines these on devices with warpgroup matmuls")
+@pytest.mark.parametrize("sequences", ["rows", "cum_seqlens"])
+@pytest.mark.parametrize("update", ["add", "delta", "bonus", "removal"])
+@pytest.mark.parametrize("platform", ["triton", "xla"])
+def test_gradients_with_decays_of_channels(platform: str, update: Any, sequences: Any):
+    """Beside the recurrence by token in float64, whatever the backend says that it serves, and those of XLA as well."""
+    case = LinearAttentionCase(
+        "", length=1000, heads=2, key_dim=128, gate="channel", update=update, sequences=sequences, dtype="bfloat16",
+        qk_l2norm=True, state=True,
+    )  # fmt: skip
+    inputs, run = inputs_of(case), TestTriton()
+    cotangents, backend = run.cotangents(inputs), BACKEND if platform == "triton" else XlaLinearAttention()
+    params: Any = backend.heuristic(inputs.structs, current_device(), "backward")
+    got = jax.jit(lambda inputs, cotangents: backend.backward(inputs, None, cotangents, params))(inputs, cotangents)
+    want = exact(inputs, cotangents)
+    errors = {name: relative_error(x, want[f"d_{name}"]) for name, x in got.items()}
+    assert max(errors.values()) < 1.2e-2, errors
+
+
 @pytest.mark.parametrize("pattern", ["one channel", "every other token", "by token and channel"])
 @pytest.mark.parametrize("update", ["add", "delta", "removal", "bonus"])
 def test_strong_decays_of_channels(pattern: str, update: Any):
@@ -142,7 +165,7 @@ def test_strong_decays_of_channels(pattern: str, update: Any):
     run.check(run.compiled(inputs)(inputs, cotangents), inputs, cotangents, factor=4.0)
 
 
-@pytest.mark.parametrize("name", ["packed", "split", "float32", "kimi delta packed", "removal packed"])
+@pytest.mark.parametrize("name", ["packed", "split", "float32"])
 def test_every_candidate(name: str):
     args, kwargs = call_of(name)
     inputs, device = LinearAttention().prepare(*args, **kwargs).structs, current_device()

@@ -145,7 +145,6 @@ def channel_token_gradients(
     has_state, key_mask = k < tl.minimum(tokens, 1) * K, inside[:, None] & k_inside[None, :]
     of_key, of_value = (i * (H * K))[:, None] + k[None, :], (i * (HV * V))[:, None] + v[None, :]
     of_token, of_state = (i * K)[:, None] + k[None, :], k[:, None] * V + v[None, :]
-    pair_mask = (row < tokens) & (column < tokens)
     target = written[:, None] & k_inside[None, :]
     keys_begin = (first * H + key_head) * K
     operand = states.dtype.element_ty
@@ -196,9 +195,9 @@ def channel_token_gradients(
             d_keys += strength[:, None] * by_key
             d_sums += strength[:, None] * (keys * by_key)
         of_pair = place * (SIZE * SIZE) + row * SIZE + column
-        y = tl.load(d_scores + of_pair, pair_mask, other=0.0)
+        y = tl.load(d_scores + of_pair)
         if DELTA:
-            x = tl.load(d_products + of_pair, pair_mask, other=0.0)
+            x = tl.load(d_products + of_pair)
         for level in tl.range(LEVELS):
             half = 1 << level
             decays = anchored(reading, sums, gamma + place * (SIZE * K), i, k, has_state, K, half)

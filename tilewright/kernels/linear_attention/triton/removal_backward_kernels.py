@@ -124,7 +124,6 @@ def removal_token_gradients(
     of_key, of_value = (i * (H * K))[:, None] + k[None, :], (i * (HV * V))[:, None] + v[None, :]
     of_read, of_token = (i * (HV * K))[:, None] + k[None, :], (i * K)[:, None] + k[None, :]
     of_state, of_pair = k[:, None] * V + v[None, :], row * SIZE + column
-    pair_mask = (row < tokens) & (column < tokens)
     keys_begin = (first * H + key_head) * K
     operand = states.dtype.element_ty
     queries = tl.load(query + keys_begin + of_key, key_mask, other=0.0).to(tl.float32)
@@ -178,7 +177,7 @@ def removal_token_gradients(
             half = 1 << level
             decays = anchored(sums, sums, gamma + of_chunk, i, k, has_state, K, half)
             reading = anchored(before_sums, sums, gamma + of_chunk, i, k, has_state, K, half)
-            later, parted = is_later(i, half)[:, None], is_parted(row, column, half) & pair_mask
+            later, parted = is_later(i, half)[:, None], is_parted(row, column, half)
             late_query, late_read = queries * decays, reads * reading
             early_key, early_write = keys * decays, writes * decays
             y = tl.load(query_key + of_square, parted, other=0.0)
@@ -208,7 +207,7 @@ def removal_token_gradients(
             d_reading += by_reading
             d_sums += by_reading
             d_sums += tl.where(later, late_query * of_query, -early_key * of_key_rows - early_write * of_write_rows)
-        same = (row == column) & pair_mask
+        same = row == column
         own_key = tl.sum(tl.load(query_key + of_square, same, other=0.0).to(tl.float32), 1)[:, None]
         own_write = tl.sum(tl.load(query_write + of_square, same, other=0.0).to(tl.float32), 1)[:, None]
         d_queries += own_key * keys + own_write * writes

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="assignment"
 """The chunk form of linear attention with a removal in Triton, over chunks of 64 tokens.
 
-A token makes Diag(e^g) S + b (aᵀ S) + k vᵀ of S, with decays of channels. γ, states, ``from_query``, ``to_end`` and A(x, y) are those of ``channel_kernels``; A⁻ is A with γ⁻, the sum up to the
-token before, in place of γ of what reads, since a reads a state before it decays.
+A token makes Diag(e^g) S + b (aᵀ S) + k vᵀ of S, with decays of channels. γ, states, ``from_query``, ``to_end`` and
+A(x, y) are those of ``channel_kernels``; A⁻ is A with γ⁻, the sum up to the token before, in place of γ of what reads,
+since a reads a state before it decays.
 
   Aγ       ``from_read`` = a 2^γ⁻, and Bε, ``write_to_end`` = b 2^(γ_C - γ), both [chunks, HV, 64, K]
   P(q, k)  scale · (A(q, k) + Diag(q · k)), ``key_pairs`` [chunks, HV, 64, 64]; P(q, b) are ``write_pairs``
