@@ -260,7 +260,7 @@ def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--family", choices=MODELS, default="qwen3_next")
     add = functools.partial(parser.add_argument, type=int)
-    add("--steps", default=200)
+    add("--steps", default=300)
     add("--rows", default=64)
     add("--pairs", default=4, help="of a row, whose length is eight times that")
     parser.add_argument("--rate", type=float, default=8e-3)
