@@ -107,6 +107,16 @@ def test_packed_rows_are_their_sequences(name):
 
 
 @names
+def test_the_next_part_of_a_sequence_beside_a_new_one(name):
+    w, x, wanted = found(name)
+    state = call(name, w, x[:, :33], tokens=slice(0, 33))[1]
+    starts = jax.tree.map(lambda array: jnp.concatenate([jnp.zeros_like(array), array]), state)
+    out, states = call(name, w, x, starts, cum_seqlens=jnp.array([0, 33, 66]))
+    np.testing.assert_allclose(out, wanted["y"], atol=3e-5)
+    np.testing.assert_allclose(states.inputs[0], state.inputs[0], atol=1e-6)
+
+
+@names
 def test_bfloat16(name):
     w, x, wanted = found(name, jnp.bfloat16)
     w |= {key: value.astype(np.float32) for key, value in found(name)[0].items() if key in ("A_log", "dt_bias")}
