@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tilewright import modules
 from tilewright.kernels.sequences import PADDING, begins, num_sequences, sequence_arrays, sequence_ids, without_padding
 from tilewright.kernels.state_pools import exists, read_states, slot_arrays, write_states
 
@@ -19,6 +20,27 @@ def test_ids_of_packed_sequences(cum):
     arrays = sequence_arrays(1, 9, np.array(cum), None, None)
     np.testing.assert_array_equal(sequence_ids(1, 9, **arrays), wanted)
     assert num_sequences(1, arrays["cum_seqlens"]) == len(cum) - 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cum_seqlens": [0, 5, 3, 8]}, r"cum_seqlens\[2\] = 3 is less than the boundary before"),
+        ({"cum_seqlens": [-1, 8]}, r"cum_seqlens\[0\] = -1 is negative"),
+        ({"cum_seqlens": np.array([0, 9], np.uint8)}, r"cum_seqlens\[1\] = 9 is more than the length 8"),
+        ({"seq_lengths": [9]}, r"seq_lengths\[0\] = 9 is more than the length 8"),
+    ],
+)
+def test_known_numbers_that_are_no_sequences(given, message):
+    x, heads, state = np.ones((1, 8, 2), np.float32), np.ones((1, 8, 1, 2), np.float32), np.ones((2, 1), np.float32)
+    for call in (
+        lambda **given: modules.linear_attention(heads, heads, heads, **given),
+        lambda **given: modules.delta_rule(heads, heads, heads, heads[..., 0], **given),
+        lambda **given: modules.causal_conv1d(x, x[0, :2], **given),
+        lambda **given: modules.selective_scan(x, x, -state, x[..., :1], x[..., :1], **given),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(**given)
 
 
 def test_ids_of_segments():

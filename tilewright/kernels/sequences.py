@@ -1,11 +1,16 @@
 """Sequences of different lengths in one array, for ops that carry a state from token to token."""
 
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tilewright.kernels.op.arguments import as_array, identifiers, integer_array
+from tilewright.kernels.op.contents import Check, Finder, Given, fault, lengths, shape_of
 
 PADDING = -1
 """The sequence of a token that belongs to none."""
@@ -43,6 +48,31 @@ def sequence_arrays(
     if seq_lengths is not None:
         found["seq_lengths"] = integer_array("seq_lengths", seq_lengths, (batch,), False)
     return found
+
+
+def sequence_contents(tokens: str) -> Mapping[str, Check]:
+    """Checks of the numbers of ``seq_lengths`` and ``cum_seqlens``, where they are known.
+
+    Args:
+      tokens: the name of an argument ``[batch, length, ...]``.
+    """
+
+    def check(faults: Callable[..., Iterable[str]]) -> Check:
+        def finder(given: Given) -> Finder | None:
+            shape = shape_of(given, tokens)
+            return None if shape is None or len(shape) < 2 else functools.partial(faults, total=shape[1])
+
+        return finder
+
+    return MappingProxyType({"seq_lengths": check(lengths), "cum_seqlens": check(_boundaries)})
+
+
+def _boundaries(name: str, numbers: np.ndarray, total: int) -> Iterator[str]:
+    """The faults of boundaries of sequences that are laid end to end in a part of a length."""
+    if numbers.ndim == 1:
+        before = np.append(numbers[:1], numbers[:-1])
+        yield fault(name, numbers, numbers < before, "is less than the boundary before")
+        yield from lengths(name, numbers, total)
 
 
 def num_sequences(batch: int, cum_seqlens: jax.Array | None) -> int:

@@ -313,6 +313,7 @@ A = jnp.ones(2)
          lambda: modules.ssd(X, GATE, A, jnp.ones((1, 4, 3, 5)), jnp.ones((1, 4, 3, 5)))),
         (ValueError, r"ssd: initial_state must have the shape \[sequences, heads, head_dim, .* sequences=2",
          lambda: modules.ssd(X, GATE, A, X, X, initial_state=jnp.ones((1, 2, 8, 8)), cum_seqlens=[0, 2, 4])),
+        (TypeError, "ssd: dt_limit must be a pair of numbers", lambda: modules.ssd(X, GATE, A, X, X, dt_limit=0.1)),
         (ValueError, r"ssd: dt_limit must be \(least, greatest\)",
          lambda: modules.ssd(X, GATE, A, X, X, dt_limit=(1.0, 0.5))),
         (ValueError, r"ssd: D must have the shape \[heads, head_dim\]",

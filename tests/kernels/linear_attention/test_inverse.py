@@ -43,6 +43,18 @@ def test_chunks_of_a_packed_row(length: int, bounds: list[int]):
     assert np.asarray(table.chunks)[:, 1].max() <= 64
 
 
+def test_boundaries_that_decrease_stay_in_the_table():
+    """Numbers that a program cannot know: the results mean nothing, but kernels may not leave their arrays."""
+    table = chunk_table(1, 200, cum_seqlens=jnp.asarray([0, 200, 0, 200, 0, 200, 10, 150], jnp.int32))
+    begin, count = np.asarray(table.sequences).T
+    assert (count >= 0).all()
+    assert (begin + count <= table.num_chunks)[count > 0].all()
+    first, rows, tokens = np.asarray(table.chunks).T
+    assert (tokens >= 0).all()
+    assert (tokens <= rows).all()
+    assert (first + rows <= 200)[rows > 0].all()
+
+
 @pytest.mark.parametrize(("length", "lengths"), [(130, None), (64, None), (130, [0, 130, 64]), (5, [2, 9, -1])])
 def test_chunks_of_rows(length: int, lengths: list[int] | None):
     table = chunk_table(3, length, seq_lengths=None if lengths is None else jnp.asarray(lengths, jnp.int32))

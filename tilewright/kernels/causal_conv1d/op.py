@@ -1,5 +1,6 @@
 """The causal convolution: its argument list, its checks and its public function."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -19,11 +20,12 @@ from tilewright.kernels.causal_conv1d.inputs import ConvActivation, ConvInputs, 
 from tilewright.kernels.causal_conv1d.reference import conv_reference
 from tilewright.kernels.op.arguments import PlatformOption, flag
 from tilewright.kernels.op.cases import OpCases, generator_of
+from tilewright.kernels.op.contents import Check
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.sharding import Partitioning
 from tilewright.kernels.op.signatures import results
-from tilewright.kernels.sequences import num_sequences, sequence_arrays
+from tilewright.kernels.sequences import num_sequences, sequence_arrays, sequence_contents
 from tilewright.ops.utils.stable_ids import stable_id
 
 _ROOM = "tilewright.kernels.causal_conv1d"
@@ -35,6 +37,7 @@ class CausalConv1d(PortfolioKernel[ConvInputs, ConvResults]):
     """Causal depthwise convolution; see ``causal_conv1d`` for the arguments."""
 
     cases: ClassVar[OpCases[ConvCase]] = CASES
+    contents: ClassVar[Mapping[str, Check]] = sequence_contents("x")
 
     def __init__(self) -> None:
         backends = (f"{_ROOM}.triton.backend:TritonConv", f"{_ROOM}.xla:XlaConv")

@@ -40,7 +40,8 @@ def chunk_table(
 ) -> ChunkTable:
     """The chunks of whole rows, of rows up to ``seq_lengths`` [batch], or of the sequences of one packed row.
 
-    Boundaries beyond the row are clipped to it, so that no kernel leaves its arrays. The number of chunks depends on
+    Boundaries beyond the row are clipped to it, and sequences of boundaries that decrease have no more chunks than the
+    table, so that no kernel leaves its arrays. The number of chunks depends on
     shapes alone: ``batch · ⌈length / 64⌉``, or ``⌊(length + 63 · (sequences + 2)) / 64⌋`` with ``cum_seqlens``.
     """
     if cum_seqlens is not None:
@@ -104,5 +105,5 @@ def _packed(length: int, cum_seqlens: jax.Array) -> ChunkTable:
     # A spare chunk lies beyond the rows of its owner, and so has none.
     rows = jnp.clip(lengths[owner] - begin, 0, CHUNK)
     chunks = jnp.stack([begins[owner] + begin, rows, jnp.where(owner < count, rows, 0)], -1)
-    sequences = jnp.stack([first, per_sequence], -1)[:count]
+    sequences = jnp.stack([first, jnp.clip(chunk.shape[0] - first, 0, per_sequence)], -1)[:count]
     return ChunkTable(chunks.astype(jnp.int32), sequences.astype(jnp.int32))

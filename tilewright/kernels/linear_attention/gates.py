@@ -107,7 +107,10 @@ def step_sizes(
         sizes += dims.array("dt_bias", dt_bias, of_heads.split()[-1]).astype(dtype)
     if flag("dt_softplus", dt_softplus):
         sizes = jax.nn.softplus(sizes)
-    low, high = (0.0, math.inf) if dt_limit is None else dt_limit
+    limits = (0.0, math.inf) if dt_limit is None else dt_limit
+    if not (isinstance(limits, tuple | list) and len(limits) == 2):
+        raise TypeError(f"dt_limit must be a pair of numbers (least, greatest), got {dt_limit=}")
+    low, high = limits
     if not low <= high:
         raise ValueError(f"dt_limit must be (least, greatest), got {dt_limit=}")
     return jnp.clip(sizes, low, high)

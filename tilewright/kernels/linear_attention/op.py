@@ -1,5 +1,6 @@
 """Linear attention: its argument list, its checks and its public function."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import jax
@@ -20,11 +21,12 @@ from tilewright.kernels.op.arguments import (
     to_32_bit,
 )
 from tilewright.kernels.op.cases import OpCases, generator_of
+from tilewright.kernels.op.contents import Check
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.sharding import Partitioning
 from tilewright.kernels.op.signatures import results
-from tilewright.kernels.sequences import num_sequences, sequence_arrays
+from tilewright.kernels.sequences import num_sequences, sequence_arrays, sequence_contents
 from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.stable_ids import stable_id
@@ -38,6 +40,7 @@ class LinearAttention(PortfolioKernel[LinearAttentionInputs, LinearAttentionResu
     """Linear attention; see ``linear_attention`` for the arguments."""
 
     cases: ClassVar[OpCases[LinearAttentionCase]] = CASES
+    contents: ClassVar[Mapping[str, Check]] = sequence_contents("query")
 
     def __init__(self) -> None:
         backends = [

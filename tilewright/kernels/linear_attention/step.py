@@ -102,7 +102,7 @@ class LinearAttentionStep(InferenceKernel[StepInputs, Stepped]):
             named = ", ".join(("key_dim", "value_dim") if state_layout == "kv" else ("value_dim", "key_dim"))
             raise ValueError(
                 f"state_pool must be [slots, value_heads, {named}] with {state_layout=}, here [slots, {value_heads}, "
-                f"{state[0]}, {state[1]}], got {pool.shape=}"
+                f"{state[0]}, {state[1]}], got state_pool.shape={pool.shape}"
             )
         if pool.dtype.name not in POOL_DTYPES:
             raise TypeError(f"state_pool must have one of the dtypes {POOL_DTYPES}, got {pool.dtype}")

@@ -142,8 +142,9 @@ def pieces_of(inputs: SelectiveScanInputs, size: int) -> Pieces:
     edges = jnp.concatenate([jnp.zeros(1, jnp.int32), bounds, jnp.full(1, length, jnp.int32)])
     # Ranges of tokens: those before the first sequence, the sequences, and those behind the last one.
     pieces = jnp.maximum(edges[1:] - edges[:-1] + (size - 1), 0) // size
-    ends = jnp.cumsum(pieces, dtype=jnp.int32)
-    begins = ends - pieces
+    total = jnp.cumsum(pieces, dtype=jnp.int32)
+    # Sequences of boundaries that decrease have no more pieces than there are, so that no kernel leaves its arrays.
+    ends, begins = jnp.minimum(total, count), jnp.minimum(total - pieces, count)
     index = jnp.arange(count, dtype=jnp.int32)
     ranges = number_up_to(ends, index)
     inside = jnp.minimum(ranges, pieces.shape[0] - 1)

@@ -1,8 +1,6 @@
 """The selective scan: its argument list, its checks and its public function."""
 
-import functools
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
@@ -12,7 +10,7 @@ from jax.typing import ArrayLike
 from tilewright.kernels.op.arguments import PlatformOption, flag
 from tilewright.kernels.op.cases import OpCases
 from tilewright.kernels.op.choice import Choice
-from tilewright.kernels.op.contents import Check, Finder, Given, lengths, shape_of
+from tilewright.kernels.op.contents import Check
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.sharding import Partitioning
@@ -22,13 +20,8 @@ from tilewright.kernels.selective_scan.cases import SCAN_CASES, SelectiveScanCas
 from tilewright.kernels.selective_scan.inputs import ScanResults, SelectiveScanInputs
 from tilewright.kernels.selective_scan.partitioning import scan_partitioning
 from tilewright.kernels.selective_scan.reference import scan_reference
-from tilewright.kernels.sequences import num_sequences, sequence_arrays
+from tilewright.kernels.sequences import num_sequences, sequence_arrays, sequence_contents
 from tilewright.ops.utils.stable_ids import stable_id
-
-
-def _lengths(given: Given) -> Finder | None:
-    shape = shape_of(given, "u")
-    return None if shape is None or len(shape) != 3 else functools.partial(lengths, total=shape[1])
 
 
 @stable_id("tilewright/selective_scan.SelectiveScan")
@@ -36,7 +29,7 @@ class SelectiveScan(PortfolioKernel[SelectiveScanInputs, ScanResults]):
     """The selective scan of Mamba-1; see ``selective_scan`` for the arguments."""
 
     cases: ClassVar[OpCases[SelectiveScanCase]] = SCAN_CASES
-    contents: ClassVar[Mapping[str, Check]] = MappingProxyType({"seq_lengths": _lengths})
+    contents: ClassVar[Mapping[str, Check]] = sequence_contents("u")
     run_is_forward: ClassVar[bool] = False  # it keeps no states of chunks
 
     def __init__(self) -> None:
