@@ -201,7 +201,9 @@ def query_gradients(
     d_queries = tl.zeros((SIZE, BLOCK_K), tl.float32)
     same = tl.zeros((SIZE,), tl.float32)
     group: tl.constexpr = HV // H
-    for member in tl.range(group):
+    # Where a head has no loop, the next one is loaded ahead.
+    ahead: tl.constexpr = 2 if V <= BLOCK_V else 1
+    for member in tl.range(group, num_stages=ahead):
         head = key_head * group + member
         place = chunk.to(tl.int64) * HV + head
         of_head = first * HV + head
@@ -256,7 +258,9 @@ def key_gradients(
     same = tl.zeros((SIZE,), tl.float32)
     share = block.to(tl.int64) * rows_of_all * HV
     group: tl.constexpr = HV // H
-    for member in tl.range(group):
+    # With a delta rule a head has too many blocks for two in shared memory.
+    ahead: tl.constexpr = 2 if V <= BLOCK_V and not DELTA else 1
+    for member in tl.range(group, num_stages=ahead):
         head = key_head * group + member
         place = chunk.to(tl.int64) * HV + head
         of_head = first * HV + head
@@ -289,25 +293,26 @@ def key_gradients(
         for step in tl.range(0, V, BLOCK_V):
             v_inside = (step + v < V)[None, :]
             values, before = of_head * V + step, place * (K * V) + step
+            if GATE:
+                state = tl.load(states + before + of_state, has_state[:, None] & v_inside, other=0.0)
             update = tl.load(updates + values + of_value, inside[:, None] & v_inside, other=0.0).to(operand)
             d_state = tl.load(d_states + before + of_state, has_state[:, None] & v_inside, other=0.0)
             found = tl.dot(update, tl.trans(d_state), found, input_precision=PRECISION)
             if GATE:
-                state = tl.load(states + before + of_state, has_state[:, None] & v_inside, other=0.0)
                 overlap += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
         if GATE:
             found *= tl.exp2(last - sums)[:, None]
             keys = tl.load(key + keys_begin + of_key, key_mask, other=0.0).to(operand)
             of_last = tl.sum(found * keys.to(tl.float32), 1)
             d_gamma += of_last
+        queries = tl.load(query + keys_begin + of_key, key_mask, other=0.0).to(operand)
+        y = tl.load(pairs + place * (SIZE * SIZE) + transposed)
         if DELTA:
             x = tl.load(erasing + place * (SIZE * SIZE) + transposed)
             # The modifier keeps this load apart from the last one, whose layout is that of accumulators.
             keys = tl.load(key + keys_begin + of_key, key_mask, other=0.0, cache_modifier=".ca").to(operand)
             scaled = (strength[:, None] * keys.to(tl.float32)).to(operand)
             found = tl.dot(x, scaled, found, input_precision=PRECISION)
-        queries = tl.load(query + keys_begin + of_key, key_mask, other=0.0).to(operand)
-        y = tl.load(pairs + place * (SIZE * SIZE) + transposed)
         found = tl.dot(y, queries, found, input_precision=PRECISION)
         d_keys += found
         same += tl.load(diagonal + of_head + i * HV, inside, other=0.0)

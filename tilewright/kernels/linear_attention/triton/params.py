@@ -153,12 +153,8 @@ def _of_heads(inputs: LinearAttentionInputs, device: Device, direction: Directio
     tile = min(most, 64 if narrow and has_wgmma(device) else 32)
     tokens = [TritonPass(tile, 4, 2), TritonPass(min(most, 128), 8, 2), TritonPass(min(most, 32), 4, 3)]
     if not forward:
-        tokens = [
-            TritonPass(tile, 4, 1),
-            TritonPass(tile, 8, 1),
-            TritonPass(tile, 4, 2),
-            TritonPass(min(most, 32), 4, 1),
-        ]
+        # With three stages all blocks of 128 channels of values are on their way before the first is needed.
+        tokens = [TritonPass(tile, 4, 3), TritonPass(tile, 4, 1), TritonPass(tile, 8, 3), TritonPass(tile, 8, 1)]
     first = TritonLinearAttentionParams(states[0], tokens[0], split[0], recomputed)
     listed = [
         first,
