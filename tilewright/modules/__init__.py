@@ -15,6 +15,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "tilewright.kernels.flash_attention.context_parallel": ("context_parallel_attention",),
     "tilewright.kernels.flash_attention.distributed.layout": ("unzigzag", "zigzag"),
     "tilewright.kernels.flash_attention.op": ("FlashAttention", "flash_attention"),
+    "tilewright.kernels.linear_attention.context_parallel": ("context_parallel_linear_attention",),
     "tilewright.kernels.linear_attention.functions": (
         "delta_rule",
         "gated_delta_rule",

@@ -211,7 +211,7 @@ def _state(value: object, dtype: DTypeLike, shape: tuple[int, ...]) -> Any:
     return array if array.dtype == wide else apply(lambda x: x.astype(wide), array)
 
 
-_LINEAR_ATTENTION = LinearAttention()
+LINEAR_ATTENTION = LinearAttention()
 
 
 @public_function(LinearAttention.prepare)
@@ -267,4 +267,4 @@ def linear_attention(*args: Any, **kwargs: Any) -> Any:
       ValueError, TypeError: a wrong argument; the message holds its value.
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
-    return _LINEAR_ATTENTION(*args, **kwargs)
+    return LINEAR_ATTENTION(*args, **kwargs)
