@@ -9,6 +9,7 @@ from typing import Any
 from tilewright import kernels
 
 _NAMES: dict[str, tuple[str, ...]] = {
+    "tilewright.kernels.causal_conv1d.context_parallel": ("context_parallel_causal_conv1d",),
     "tilewright.kernels.causal_conv1d.op": ("CausalConv1d", "causal_conv1d"),
     "tilewright.kernels.causal_conv1d.step": ("CausalConv1dStep", "causal_conv1d_step"),
     "tilewright.kernels.experts.op": ("MoeMlp", "moe_mlp"),

@@ -108,6 +108,7 @@ __all__ = [
     "causal_conv1d_step",
     "chunked_prefill_paged_decode",
     "context_parallel_attention",
+    "context_parallel_causal_conv1d",
     "context_parallel_linear_attention",
     "context_parallel_mla_decode",
     "context_parallel_page_attention",
@@ -423,6 +424,51 @@ def context_parallel_attention(
     dropout_seed: ArrayLike | None = None,
     return_lse: bool = False,
     precision: PrecisionLike = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Array | tuple[Array, Array]: ...
+@overload
+def context_parallel_causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    axis_name: AxisName,
+    activation: ConvActivation | None = None,
+    initial_state: ArrayLike | None = None,
+    return_state: Literal[False] = False,
+    cum_seqlens: ArrayLike | None = None,
+    seq_lengths: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Array: ...
+@overload
+def context_parallel_causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    axis_name: AxisName,
+    activation: ConvActivation | None = None,
+    initial_state: ArrayLike | None = None,
+    return_state: Literal[True],
+    cum_seqlens: ArrayLike | None = None,
+    seq_lengths: ArrayLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> tuple[Array, Array]: ...
+@overload
+def context_parallel_causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    axis_name: AxisName,
+    activation: ConvActivation | None = None,
+    initial_state: ArrayLike | None = None,
+    return_state: bool = False,
+    cum_seqlens: ArrayLike | None = None,
+    seq_lengths: ArrayLike | None = None,
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array | tuple[Array, Array]: ...

@@ -118,7 +118,7 @@ class CausalConv1d(PortfolioKernel[ConvInputs, ConvResults]):
         return partitioning_of(inputs, _LAYOUTS | {"initial_state": states}, given, "bc", "rows and channels")
 
 
-_CAUSAL_CONV1D = CausalConv1d()
+CAUSAL_CONV1D = CausalConv1d()
 
 
 @public_function(CausalConv1d.prepare)
@@ -157,4 +157,4 @@ def causal_conv1d(*args: Any, **kwargs: Any) -> Any:
       ValueError, TypeError: a wrong argument; the message holds its value.
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
-    return _CAUSAL_CONV1D(*args, **kwargs)
+    return CAUSAL_CONV1D(*args, **kwargs)
