@@ -6,16 +6,28 @@ every row, or by one sequence of a packed row at most: those states flow from de
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
+from tilewright.kernels.op.inputs import OpInputs
 from tilewright.kernels.op.portfolio import PortfolioKernel
-from tilewright.kernels.op.sharding import AxisName, gathered, vary_over, varying_axes
+from tilewright.kernels.op.sharding import (
+    AxisName,
+    axis_names,
+    explicit_mesh,
+    gathered,
+    over_explicit_axes,
+    typed_axes,
+    typed_spec,
+    vary_over,
+    varying_axes,
+)
 from tilewright.kernels.sequences import number_up_to
 from tilewright.ops.utils.promotion import default_promotion
 
@@ -164,6 +176,60 @@ class SplitSequences:
         return found
 
 
+def splits_tokens(*tokens: object) -> bool:
+    """True if the type of one of some arrays ``[batch, length, ...]`` splits its length over explicit axes."""
+    arrays = (each for each in tokens if isinstance(each, jax.Array) and each.ndim > 1)
+    return any(typed_axes(each)[1] is not None for each in arrays)
+
+
+def on_explicit_axes(
+    function: Callable[[Any, AxisName], Any],
+    inputs: OpInputs,
+    layouts: Mapping[str, str],
+    results: tuple[str, ...],
+    *,
+    whole: str,
+) -> Any:
+    """The results of a call whose types split its tokens over explicit axes, by a function for ``shard_map``.
+
+    Args:
+      function: of a device's inputs and the axes that split the tokens.
+      layouts: a letter for each dimension of the arrays by name, "t" for tokens.
+      results: those of the results.
+      whole: the letters of dimensions that must not be split.
+
+    Raises:
+      ValueError: arrays are split in different ways, or along a dimension that must be whole; there are segment ids.
+    """
+    arrays = {name: array for name, array in inputs.arrays.items() if array is not None}
+    if "segment_ids" in arrays:
+        raise ValueError(
+            "segment_ids cannot be followed over devices that split the length; pass the boundaries of the segments as "
+            "cum_seqlens, or reshard to a whole length"
+        )
+    text = ", ".join(f"{name}: {typed_spec(array)}" for name, array in arrays.items())
+    split: dict[str, Any] = {}
+    for name, array in arrays.items():
+        for letter, axes in zip(layouts[name], typed_axes(array), strict=True):
+            if axes is None:
+                continue
+            others = [each for other in split if other != letter for each in axis_names(split[other])]
+            if letter in whole or split.setdefault(letter, axes) != axes or set(axis_names(axes)) & set(others):
+                raise ValueError(
+                    f"arrays must be split alike, and be whole along other dimensions ({text}); reshard {name}"
+                )
+
+    def spec(letters: str) -> PartitionSpec:
+        return PartitionSpec(*map(split.get, letters))
+
+    def on_device(parts: dict[str, Any]) -> Any:
+        return function(inputs.replace(**parts), split["t"])
+
+    mesh: Any = explicit_mesh(*arrays.values())
+    specs, out = {name: spec(layouts[name]) for name in arrays}, tuple(map(spec, results))
+    return over_explicit_axes(on_device, mesh, arrays, specs, out if len(out) > 1 else out[0])
+
+
 class StateMaps(NamedTuple):
     """The linear maps of states that the tokens of a device are: a matrix from the left, or factors; else the identity.
 
@@ -218,13 +284,14 @@ class Recurrence:
     """An op that is linear in its states, over the devices of a mesh axis.
 
     Attributes:
-      op: called by each device on its tokens, with ``return_state``.
-      maps: the maps of the states that flow through a device, from inputs whose sequences are those that leave it.
+      op: called by each device on its tokens; its backward pass needs no results.
+      maps: of the op, inputs whose sequences are those that leave a device, and ``cfg``: the maps of the states that
+        flow through that device.
       cfg: a config for the calls of the op.
     """
 
     op: PortfolioKernel[Any, Any]
-    maps: Callable[[Any, object], StateMaps]
+    maps: Callable[[PortfolioKernel[Any, Any], Any, object], StateMaps]
     axis: AxisName
     cfg: object
 
@@ -245,7 +312,7 @@ class Recurrence:
         return SplitSequences.of(self.axis, inputs.length, inputs.cum_seqlens, inputs.seq_lengths)
 
     def gradients(self, inputs: Any, cotangents: tuple[Any, ...], names: tuple[str, ...]) -> dict[str, Any]:
-        """Gradients by name of a call with ``return_state``, whose backward pass needs none of its results."""
+        """Gradients by name of a call with ``return_state``."""
         nothing = self.op.residuals(self.op.results(inputs))
         found = self.op.gradients(names, nothing, cotangents, inputs, cfg=self.cfg)
         return dict(zip([name for name in inputs.arrays if name in names], found, strict=True))
@@ -267,7 +334,7 @@ def _forward(inputs: Any, recurrence: Recurrence) -> tuple[Any, Any]:
     split, first = recurrence.split(inputs), inputs.initial_state
     leaving = inputs.replace(initial_state=split.begun(first), return_state=True, **split.leaving_parts())
     added = recurrence.op(leaving, cfg=recurrence.cfg)[1]
-    maps = recurrence.maps(leaving, recurrence.cfg)
+    maps = recurrence.maps(recurrence.op, leaving, recurrence.cfg)
     flow = split.carried(maps, added, first if split.crossing is None else None)
     name = f"{recurrence.op.name}_residuals"
     maps, states = jax.tree.map(lambda x: checkpoint_name(x, name), (maps, split.with_entering(first, flow)))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support.draws import zeros
@@ -82,6 +82,33 @@ def test_types_unchecked(name: str):
     wanted = jax.jit(both_passes(on_one(name, True)))(arrays)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["rows", "packed, over borders and whole devices"])
+def test_types_that_split_tokens_and_channels(name: str):
+    mesh = jax.make_mesh((4, 2), ("s", "c"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.enable_x64(True):
+        arrays, _ = operands(name, True)
+        arrays = {key: jnp.concatenate([x, x + 1], axis=2 if key == "x" else -2 if x.ndim > 1 else 0)
+                  for key, x in arrays.items()}  # fmt: skip
+        wanted = jax.jit(both_passes(on_one(name, True)))(arrays)
+        specs = {"x": P(None, "s"), "weight": P("c")}
+        with jax.set_mesh(mesh):
+            placed = {key: jax.device_put(x, NamedSharding(mesh, specs.get(key, P()))) for key, x in arrays.items()}
+            got = jax.jit(both_passes(on_one(name, True)))(placed)
+    assert got[0][0].sharding.spec == P(None, "s", "c")
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-13, rtol=1e-13)
+
+
+def test_segments_over_types_that_split_tokens_are_refused():
+    mesh = jax.make_mesh((2,), ("s",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(zeros((1, 8, 3)), NamedSharding(mesh, TOKENS))
+        with pytest.raises(ValueError, match="causal_conv1d: segment_ids cannot be followed"):
+            causal_conv1d(x, zeros((3, 2)), segment_ids=zeros((1, 8), np.int32))
+        with pytest.raises(ValueError, match="causal_conv1d: arrays must be split alike"):
+            causal_conv1d(x, jax.device_put(zeros((3, 2)), NamedSharding(mesh, P(None, "s"))))
 
 
 def test_a_window_is_sent_to_the_right_and_its_gradient_back():

@@ -156,6 +156,60 @@ def test_results_and_gradients_are_those_of_one_device(name: str):
         assert np.any(np.asarray(other)), path
 
 
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """A call on two by two devices whose types split it: by tokens, and some arrays by rows or heads as well."""
+
+    call: Call
+    axes: dict[str, P]
+    out: P
+
+
+TYPED = {
+    "tokens and heads": Typed(
+        Call(2, 9, "token", "beta", batch=2), {"query": P(None, "s", "m"), "value": P(None, None, "m")},
+        P(None, "s", "m", None),
+    ),
+    "tokens and rows": Typed(
+        Call(2, 9, "head", "bonus", batch=2, seq_lengths=(7, 12)), {"key": P("m"), "value": P(None, "s")},
+        P("m", "s", None, None),
+    ),
+    "tokens by both axes, packed": Typed(
+        Call(4, 5, "channel", "removal", cum_seqlens=(1, 8, 8, 18)), {"query": P(None, ("s", "m"))},
+        P(None, ("s", "m"), None, None),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_types_that_split_tokens(name: str):
+    typed = TYPED[name]
+    call, function = typed.call, both_passes(lambda arrays: attend(linear_attention, arrays, typed.call))
+    mesh = jax.make_mesh((2, 2), ("s", "m"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    with jax.enable_x64(True):
+        arrays = call.arrays()
+        wanted = jax.jit(function)(arrays)
+        with jax.set_mesh(mesh):
+            got = jax.jit(function)(
+                {n: jax.device_put(x, NamedSharding(mesh, typed.axes.get(n, P()))) for n, x in arrays.items()}
+            )
+    assert got[0][0].sharding.spec == typed.out
+    for (path, one), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-11, rtol=1e-11, err_msg=str(path))
+
+
+def test_types_that_cannot_be_followed_are_refused():
+    mesh = jax.make_mesh((2, 2), ("s", "m"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(zeros((1, 8, 2, 4)), NamedSharding(mesh, TOKENS))
+        with pytest.raises(ValueError, match="linear_attention: segment_ids cannot be followed"):
+            linear_attention(x, x, x, segment_ids=zeros((1, 8), np.int32))
+        for spec in (P(None, None, None, "m"), P(None, "m"), P(None, None, "s")):
+            other = jax.device_put(x, NamedSharding(mesh, spec))
+            with pytest.raises(ValueError, match="linear_attention: arrays must be split alike"):
+                linear_attention(x, x, other)
+
+
 def test_old_history_against_the_recurrence():
     """A huge first value that has decayed when others read it, over several borders, in float32."""
     arrays = draw("gated_delta_rule", 5, batch=1, length=64)

@@ -3,19 +3,16 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
-from tilewright.kernels.causal_conv1d.inputs import ConvActivation, ConvInputs, final_state
+from tilewright.kernels.causal_conv1d.distributed import split_convolution
+from tilewright.kernels.causal_conv1d.inputs import ConvActivation, ConvInputs
 from tilewright.kernels.causal_conv1d.op import CAUSAL_CONV1D, CausalConv1d
 from tilewright.kernels.op.arguments import PlatformOption
 from tilewright.kernels.op.public import public_function
-from tilewright.kernels.op.sharding import AxisName, axis_of, devices_along, vary_over, varying_axes
+from tilewright.kernels.op.sharding import AxisName, axis_of, devices_along
 from tilewright.kernels.op.signatures import results
-from tilewright.kernels.split_sequences import SplitSequences
 from tilewright.ops.kernel.kernel import errors_naming_function
-from tilewright.ops.utils.promotion import default_promotion
 
 
 def _prepared(
@@ -34,17 +31,11 @@ def _prepared(
     cfg: object = None,
 ) -> tuple[ConvInputs, AxisName]:
     axis = axis_of(axis_name)
-    devices = devices_along(axis, "tokens")
+    devices_along(axis, "tokens")
     inputs = op.prepare(
         x, weight, bias, activation=activation, initial_state=initial_state, return_state=return_state,
         cum_seqlens=cum_seqlens, seq_lengths=seq_lengths, platform=platform,
     )  # fmt: skip
-    length = inputs.x.shape[1]
-    if devices > 1 and length < inputs.width - 1:
-        raise ValueError(
-            f"a window of {inputs.width} tokens reaches beyond the device on the left, which has {length}: each device "
-            f"needs {inputs.width - 1} tokens at least"
-        )
     return inputs, axis
 
 
@@ -81,23 +72,4 @@ def context_parallel_causal_conv1d(*args: Any, cfg: Any = None, **kwargs: Any) -
     """
     with errors_naming_function("context_parallel_causal_conv1d"):
         inputs, axis = _prepared(CAUSAL_CONV1D, *args, **kwargs)
-    with default_promotion():
-        inputs = vary_over(varying_axes(lax.axis_index(axis)) | varying_axes(inputs), inputs)
-        split = SplitSequences.of(axis, inputs.x.shape[1], inputs.cum_seqlens, inputs.seq_lengths)
-        part = inputs.replace(**split.parts())
-        if split.devices > 1:
-            part = part.replace(initial_state=_entering(inputs, split))
-        found = CAUSAL_CONV1D(part, cfg=cfg)
-        return (found[0], split.final(found[1])) if inputs.return_state else found
-
-
-def _entering(inputs: ConvInputs, split: SplitSequences) -> jax.Array:
-    """The inputs before the sequences of this device, of which some are those of the device on the left."""
-    first = inputs.initial_state
-    # Of a sequence that comes from further left every input is among these tokens.
-    sent = final_state(inputs.replace(initial_state=split.begun(first), **split.leaving_parts()))
-    flow = lax.ppermute(sent, split.axis, [(i, i + 1) for i in range(split.devices - 1)])
-    dtype = inputs.state.dtype
-    if split.crossing is None and first is not None:
-        flow = jnp.where(split.index == 0, first.astype(dtype), flow.astype(dtype))
-    return split.with_entering(None if first is None else first.astype(dtype), flow.astype(dtype))
+        return split_convolution(CAUSAL_CONV1D, inputs, axis, cfg)

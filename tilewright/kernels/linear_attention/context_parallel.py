@@ -7,17 +7,15 @@ selected and tuned on one device, which has no axis to communicate over.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from tilewright.kernels.linear_attention.distributed import split_attention
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
 from tilewright.kernels.linear_attention.op import LINEAR_ATTENTION, LinearAttention
 from tilewright.kernels.op.arguments import PlatformOption
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.sharding import AxisName, axis_of, devices_along
 from tilewright.kernels.op.signatures import results
-from tilewright.kernels.sequences import sequence_ids, without_padding
-from tilewright.kernels.split_sequences import Recurrence, StateMaps
 from tilewright.ops.kernel.kernel import errors_naming_function
 
 
@@ -41,7 +39,7 @@ def _prepared(
     seq_lengths: ArrayLike | None = None,
     platform: PlatformOption = None,
     cfg: object = None,
-) -> tuple[LinearAttentionInputs, Recurrence]:
+) -> tuple[LinearAttentionInputs, AxisName]:
     axis = axis_of(axis_name)
     devices_along(axis, "tokens")
     inputs = op.prepare(
@@ -49,34 +47,12 @@ def _prepared(
         qk_l2norm=qk_l2norm, l2norm_eps=l2norm_eps, initial_state=initial_state, return_state=return_state,
         cum_seqlens=cum_seqlens, seq_lengths=seq_lengths, platform=platform,
     )  # fmt: skip
-    return inputs, Recurrence(op, state_maps, axis, cfg)
-
-
-def state_maps(inputs: LinearAttentionInputs, cfg: object) -> StateMaps:
-    """What all tokens do to the states before them, beside what they add."""
-    if inputs.beta is not None or inputs.removal is not None:
-        # The columns of the identity are states like any others, to which values of zero add nothing.
-        flows, heads, key_dim, _ = inputs.state_shape
-        unit = jnp.broadcast_to(jnp.eye(key_dim, dtype=inputs.state_dtype), (flows, heads, key_dim, key_dim))
-        value = jnp.zeros((*inputs.value.shape[:3], key_dim), inputs.value.dtype)
-        return StateMaps(matrix=LINEAR_ATTENTION(inputs.replace(value=value, initial_state=unit), cfg=cfg)[1])
-    decay = inputs.log_decay
-    if decay is None:
-        return StateMaps()
-    # Finite, since a product with 0 tokens must be 0.
-    decay = jnp.maximum(decay.astype(inputs.state_dtype), jnp.finfo(inputs.state_dtype).min)
-    lengths = inputs.seq_lengths
-    if inputs.gate == "head":
-        tokens = jnp.full(inputs.batch, inputs.length, jnp.int32) if lengths is None else lengths
-        return StateMaps(factors=jnp.exp(decay * tokens[:, None].astype(decay.dtype))[..., None, None])
-    ids = sequence_ids(inputs.batch, inputs.length, cum_seqlens=inputs.cum_seqlens, seq_lengths=lengths)
-    total = jnp.exp(jnp.sum(without_padding(decay, ids), axis=1))
-    return StateMaps(factors=total[..., None] if inputs.gate == "channel" else total[..., None, None])
+    return inputs, axis
 
 
 @public_function(_prepared)
 @results({"": jax.Array, "return_state": tuple[jax.Array, jax.Array]})
-def context_parallel_linear_attention(*args: Any, **kwargs: Any) -> Any:
+def context_parallel_linear_attention(*args: Any, cfg: Any = None, **kwargs: Any) -> Any:
     """``linear_attention`` over sequences whose tokens are split over a mesh axis, inside ``jax.shard_map``.
 
     Device i of n passes the i-th of n parts of every row, as a sharding splits them, and gets the results of its
@@ -114,5 +90,5 @@ def context_parallel_linear_attention(*args: Any, **kwargs: Any) -> Any:
       UnsupportedError: no allowed platform can serve a call.
     """
     with errors_naming_function("context_parallel_linear_attention"):
-        inputs, recurrence = _prepared(LINEAR_ATTENTION, *args, **kwargs)
-    return recurrence.run(inputs)
+        inputs, axis = _prepared(LINEAR_ATTENTION, *args, **kwargs)
+    return split_attention(LINEAR_ATTENTION, inputs, axis, cfg)
