@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.kernels.linear_attention.recurrences import draw, oracle
 from tests.support.draws import zeros
-from tilewright.modules import context_parallel_linear_attention, linear_attention
+from tilewright.modules import context_parallel_linear_attention, gated_delta_rule, linear_attention
 
 HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6, 5
 TOKENS = P(None, "s")
@@ -196,6 +196,27 @@ def test_types_that_split_tokens(name: str):
     assert got[0][0].sharding.spec == typed.out
     for (path, one), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-11, rtol=1e-11, err_msg=str(path))
+
+
+@pytest.mark.parametrize("packing", [{}, {"cum_seqlens": [2, 9, 30]}, {"seq_lengths": [19]}])
+def test_a_name_with_raw_gates_follows_the_types(packing: dict[str, list[int]]):
+    arrays = {key: jnp.asarray(x, jnp.float32) for key, x in draw("gated_delta_rule", 3, batch=1, length=32).items()}
+    arrays |= {"a": arrays.pop("g"), "b": arrays.pop("beta"), "A_log": jnp.zeros(2), "dt_bias": jnp.ones(2)}
+    options = {name: jnp.asarray(each, jnp.int32) for name, each in packing.items()}
+
+    def rule(arrays: dict[str, Any]) -> Any:
+        return gated_delta_rule(**arrays, **options, return_state=True, qk_l2norm=True)
+
+    wanted = jax.jit(both_passes(rule))(arrays)
+    mesh = jax.make_mesh((4,), ("s",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        placed = {
+            name: jax.device_put(x, NamedSharding(mesh, TOKENS if x.ndim > 1 else P())) for name, x in arrays.items()
+        }
+        got = jax.jit(both_passes(rule))(placed)
+    assert got[0][0].sharding.spec == P(None, "s", None, None)
+    for (path, one), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5, rtol=2e-5, err_msg=str(path))
 
 
 def test_types_that_cannot_be_followed_are_refused():
