@@ -92,11 +92,11 @@ class SplitSequences:
         return {"seq_lengths": jnp.clip(self.seq_lengths - self.index * self.length, 0, self.length)}
 
     def entering_parts(self) -> dict[str, Any]:
-        """That of the sequences that come from the left, of which a packed row has one, or one without tokens."""
+        """The description of those that come from the left: of a packed row one, which may have no token."""
         return self.parts() if self.entering is None else self._one_of(self.entering)
 
     def leaving_parts(self) -> dict[str, Any]:
-        """Likewise that of the sequences that go on to the right."""
+        """The description likewise of those that go on to the right."""
         return self.parts() if self.leaving is None else self._one_of(self.leaving)
 
     def _one_of(self, sequence: jax.Array) -> dict[str, Any]:

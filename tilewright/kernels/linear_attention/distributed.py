@@ -38,7 +38,7 @@ def attention_on_explicit_axes(op: PortfolioKernel[Any, Any], inputs: LinearAtte
 
 
 def state_maps(op: PortfolioKernel[Any, Any], inputs: LinearAttentionInputs, cfg: object) -> StateMaps:
-    """What all tokens do to the states before them, beside what they add."""
+    """The maps of the states before all tokens, beside what these add."""
     if inputs.beta is not None or inputs.removal is not None:
         # The columns of the identity are states like any others, to which values of zero add nothing.
         flows, heads, key_dim, _ = inputs.state_shape
