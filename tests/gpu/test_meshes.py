@@ -13,12 +13,16 @@ from jax.sharding import PartitionSpec as P
 
 from tilewright import context_parallel_attention, unzigzag, zigzag
 from tilewright.modules import (
+    causal_conv1d,
+    context_parallel_causal_conv1d,
+    context_parallel_linear_attention,
     context_parallel_mla_decode,
     context_parallel_page_attention,
     context_parallel_update_pages,
     flash_attention,
     gated_grouped_matmul,
     grouped_matmul,
+    linear_attention,
     linear_cross_entropy,
     linear_log_probs,
     mla_decode,
@@ -122,6 +126,42 @@ def test_attention_with_split_keys(of_query: P, option: str):
     # Segment ids are those of both sides.
     specs = of_query, ROWS, ROWS, of_query
     alike(on_explicit_axes(attention(flash_attention, option), operands, specs), attention_of_one(option))
+
+
+BOUNDS = np.array([3, 500, 500, 1900, 2040])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("update", ["beta", "add"])
+def test_context_parallel_linear_attention(update: str, packed: bool):
+    """A delta rule and sums, whose states go from one GPU to the other; a document lies over the border."""
+    query, key, value = (draw(1, LENGTH, heads, DIM, seed=seed) for seed, heads in enumerate((4, 4, 8)))
+    gates = [jax.nn.sigmoid(draw(1, LENGTH, 8, seed=seed).astype(jnp.float32)) for seed in (5, 6)]
+    options = {"cum_seqlens": jnp.asarray(BOUNDS * LENGTH // 2048)} if packed else {}
+
+    def call(function: Callable[..., Any], *arrays: Any) -> Any:
+        *qkv, decay, beta = arrays
+        beta = beta if update == "beta" else None
+        return function(*qkv, log_decay=-0.1 * decay, beta=beta, qk_l2norm=True, **options)
+
+    count = 5 if update == "beta" else 4
+    operands = (query, key, value, *gates)
+    split = functools.partial(call, functools.partial(context_parallel_linear_attention, axis_name="x"))
+    whole = jax.jit(with_gradients(functools.partial(call, linear_attention), count))(*operands)
+    run = jax.shard_map(
+        with_gradients(split, count), mesh=two(AxisType.Auto), in_specs=(ROWS,) * 5, out_specs=(ROWS, (ROWS,) * count)
+    )
+    alike(jax.jit(run)(*operands), whole)
+
+
+def test_context_parallel_causal_conv1d():
+    x, weight = draw(2, LENGTH, 512), draw(512, 4, seed=1)
+    split = jax.shard_map(
+        functools.partial(context_parallel_causal_conv1d, axis_name="x", activation="silu"),
+        mesh=two(AxisType.Auto), in_specs=(ROWS, WHOLE), out_specs=ROWS,
+    )  # fmt: skip
+    whole = jax.jit(with_gradients(functools.partial(causal_conv1d, activation="silu"), 2))(x, weight)
+    alike(jax.jit(with_gradients(split, 2))(x, weight), whole)
 
 
 TOKENS, WIDTH, VOCAB = 1024, 512, 16384

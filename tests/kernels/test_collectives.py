@@ -20,6 +20,8 @@ from tilewright.modules import (
     causal_conv1d,
     causal_conv1d_step,
     context_parallel_attention,
+    context_parallel_causal_conv1d,
+    context_parallel_linear_attention,
     context_parallel_mla_decode,
     context_parallel_page_attention,
     context_parallel_update_pages,
@@ -90,7 +92,7 @@ class Split:
 
             out, pull = jax.vjp(of_floats, *(operands[i] for i in floats))
             # Not ones: of a constant XLA gathers nothing.
-            return out, pull(jnp.cos(out))
+            return out, pull(jax.tree.map(jnp.cos, out))
 
         total, forward = self._counted(both, tuple(s for _, s in self.operands)), self.counts(False)
         return {name: total[name] - forward.get(name, 0) for name in total if total[name] > forward.get(name, 0)}
@@ -191,6 +193,12 @@ def of_experts(x: Any, weights: Any, *matrices: Any, **options: Any) -> Any:
     return moe_mlp(x, weights, jnp.argsort(weights, axis=1), *matrices, **options)
 
 
+def delta_rule(query: Any, key: Any, value: Any, beta: Any, states: Any = None) -> Any:
+    return context_parallel_linear_attention(
+        query, key, value, axis_name="s", beta=beta, initial_state=states, return_state=states is not None
+    )
+
+
 def stepping(rows: P, pool: P) -> Split:
     return Split(
         linear_attention_step, (*[((4, 4, 8), rows)] * 3, ((4, 4, 8, 8), pool)), AxisType.Explicit, inference=True
@@ -243,11 +251,20 @@ CALLS = {
     "`causal_conv1d` | channels": Split(
         causal_conv1d, (((4, 8, 8), P(None, None, "s")), ((8, 4), P("s"))), AxisType.Explicit
     ),
+    "`context_parallel_causal_conv1d` | length": Split(
+        functools.partial(context_parallel_causal_conv1d, axis_name="s"), (((2, 32, 8), ROWS), ((8, 4), P()))
+    ),
     "`causal_conv1d_step` | channels": Split(
         causal_conv1d_step, (((4, 8), ROWS), ((4, 8, 3), ROWS), ((8, 4), P("s"))), AxisType.Explicit, inference=True
     ),
     "`linear_attention` | batch": Split(linear_attention, (((4, 8, 4, 4), P("s")),) * 3, AxisType.Explicit),
     "`linear_attention` | heads": Split(linear_attention, (((4, 8, 4, 4), P(None, None, "s")),) * 3, AxisType.Explicit),
+    "`context_parallel_linear_attention` | length": Split(
+        delta_rule, (*[((2, 32, 4, 4), ROWS)] * 3, ((2, 32, 4), ROWS)), out=ROWS
+    ),
+    "the same, states given and returned | length": Split(
+        delta_rule, (*[((2, 32, 4, 4), ROWS)] * 3, ((2, 32, 4), ROWS), ((2, 4, 4, 4), P())), out=(ROWS, P())
+    ),
     "`linear_cross_entropy` | tokens": Split(
         lambda x, weight: linear_cross_entropy(x, weight, jnp.zeros(16, int)),
         (((16, 8), BY_ROW), ((8, 64), P())), AxisType.Explicit,

@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from tilewright.modules import (
     all_gather_matmul,
     context_parallel_attention,
+    context_parallel_causal_conv1d,
+    context_parallel_linear_attention,
     context_parallel_page_attention,
     flash_attention,
     grouped_matmul,
@@ -140,6 +142,14 @@ TOLD: dict[str, tuple[Callable[..., Any], list[jax.Array], tuple[P, ...], P]] = 
     ),
     "linear_kl_divergence": (
         with_axis(linear_kl_divergence), [normal(8, 6), normal(6, 12)] * 2, (P(), P(None, OUTER)) * 2, P()
+    ),
+    "context_parallel_linear_attention": (
+        with_axis(context_parallel_linear_attention),
+        [normal(2, 8, 4, 4)] * 3, (P(None, OUTER),) * 3, P(None, OUTER),
+    ),
+    "context_parallel_causal_conv1d": (
+        with_axis(context_parallel_causal_conv1d),
+        [normal(2, 8, 4), normal(4, 3)], (P(None, OUTER), P()), P(None, OUTER),
     ),
     "context_parallel_page_attention": (
         with_axis(context_parallel_page_attention),

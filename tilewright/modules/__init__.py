@@ -9,12 +9,14 @@ from typing import Any
 from tilewright import kernels
 
 _NAMES: dict[str, tuple[str, ...]] = {
+    "tilewright.kernels.causal_conv1d.context_parallel": ("context_parallel_causal_conv1d",),
     "tilewright.kernels.causal_conv1d.op": ("CausalConv1d", "causal_conv1d"),
     "tilewright.kernels.causal_conv1d.step": ("CausalConv1dStep", "causal_conv1d_step"),
     "tilewright.kernels.experts.op": ("MoeMlp", "moe_mlp"),
     "tilewright.kernels.flash_attention.context_parallel": ("context_parallel_attention",),
     "tilewright.kernels.flash_attention.distributed.layout": ("unzigzag", "zigzag"),
     "tilewright.kernels.flash_attention.op": ("FlashAttention", "flash_attention"),
+    "tilewright.kernels.linear_attention.context_parallel": ("context_parallel_linear_attention",),
     "tilewright.kernels.linear_attention.functions": (
         "delta_rule",
         "gated_delta_rule",

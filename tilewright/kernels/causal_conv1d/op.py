@@ -1,6 +1,7 @@
 """The causal convolution: its argument list, its checks and its public function."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -16,6 +17,7 @@ from tilewright.kernels.causal_conv1d.arguments import (
     weight_arrays,
 )
 from tilewright.kernels.causal_conv1d.cases import CASES, ConvCase, uneven
+from tilewright.kernels.causal_conv1d.distributed import convolution_on_explicit_axes
 from tilewright.kernels.causal_conv1d.inputs import ConvActivation, ConvInputs, ConvResults, results_of
 from tilewright.kernels.causal_conv1d.reference import conv_reference
 from tilewright.kernels.op.arguments import PlatformOption, flag
@@ -26,6 +28,7 @@ from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.sharding import Partitioning
 from tilewright.kernels.op.signatures import results
 from tilewright.kernels.sequences import num_sequences, sequence_arrays, sequence_contents
+from tilewright.kernels.split_sequences import splits_tokens
 from tilewright.ops.utils.stable_ids import stable_id
 
 _ROOM = "tilewright.kernels.causal_conv1d"
@@ -87,6 +90,12 @@ class CausalConv1d(PortfolioKernel[ConvInputs, ConvResults]):
             platform=self.backends.allowed(platform),
         )
 
+    def distributed(self, cfg: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+        """`context_parallel_causal_conv1d` where the type of x splits its length."""
+        if not splits_tokens(*args[:1], kwargs.get("x")):
+            return None
+        return functools.partial(convolution_on_explicit_axes, self, self.prepare(*args, **kwargs), cfg)
+
     def results(self, inputs: ConvInputs) -> Any:
         return results_of(inputs)
 
@@ -121,7 +130,7 @@ class CausalConv1d(PortfolioKernel[ConvInputs, ConvResults]):
         return partitioning_of(inputs, _LAYOUTS | {"initial_state": states}, given, "bc", "rows and channels")
 
 
-_CAUSAL_CONV1D = CausalConv1d()
+CAUSAL_CONV1D = CausalConv1d()
 
 
 @public_function(CausalConv1d.prepare)
@@ -160,4 +169,4 @@ def causal_conv1d(*args: Any, **kwargs: Any) -> Any:
       ValueError, TypeError: a wrong argument; the message holds its value.
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
-    return _CAUSAL_CONV1D(*args, **kwargs)
+    return CAUSAL_CONV1D(*args, **kwargs)

@@ -1,6 +1,7 @@
 """Linear attention: its argument list, its checks and its public function."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from tilewright.kernels.linear_attention.cases import CASES, LinearAttentionCase, segments
+from tilewright.kernels.linear_attention.distributed import attention_on_explicit_axes
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
 from tilewright.kernels.linear_attention.partitioning import linear_attention_partitioning
 from tilewright.kernels.linear_attention.reference import linear_attention_reference
@@ -27,6 +29,7 @@ from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.sharding import Partitioning
 from tilewright.kernels.op.signatures import results
 from tilewright.kernels.sequences import num_sequences, sequence_arrays, sequence_contents
+from tilewright.kernels.split_sequences import splits_tokens
 from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.types import Direction
 from tilewright.ops.utils.stable_ids import stable_id
@@ -111,6 +114,12 @@ class LinearAttention(PortfolioKernel[LinearAttentionInputs, LinearAttentionResu
             platform=self.backends.allowed(platform),
         )
 
+    def distributed(self, cfg: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+        """`context_parallel_linear_attention` where types split the length of query, key or value."""
+        if not splits_tokens(*args[:3], *(kwargs.get(name) for name in ("query", "key", "value"))):
+            return None
+        return functools.partial(attention_on_explicit_axes, self, self.prepare(*args, **kwargs), cfg)
+
     def results(self, inputs: LinearAttentionInputs) -> Any:
         state: Any = jax.ShapeDtypeStruct(inputs.state_shape, inputs.state_dtype) if inputs.return_state else None
         out: Any = struct_like(inputs.value)
@@ -133,7 +142,7 @@ class LinearAttention(PortfolioKernel[LinearAttentionInputs, LinearAttentionResu
         return self.outputs(inputs, LinearAttentionResults(cast(Any, out).astype(inputs.value.dtype), state))
 
     def partitioning(self, inputs: LinearAttentionInputs) -> Partitioning | None:
-        """Splits by batch and by heads, as in the types of the arrays."""
+        """Splits by batch and by heads, as in the types of the arrays; ``distributed`` has the length."""
         return linear_attention_partitioning(inputs)
 
     def sampled(self, inputs: LinearAttentionInputs, key: jax.Array) -> LinearAttentionInputs:
@@ -215,7 +224,7 @@ def _state(value: object, dtype: DTypeLike, shape: tuple[int, ...]) -> Any:
     return array if array.dtype == wide else apply(lambda x: x.astype(wide), array)
 
 
-_LINEAR_ATTENTION = LinearAttention()
+LINEAR_ATTENTION = LinearAttention()
 
 
 @public_function(LinearAttention.prepare)
@@ -271,4 +280,4 @@ def linear_attention(*args: Any, **kwargs: Any) -> Any:
       ValueError, TypeError: a wrong argument; the message holds its value.
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
-    return _LINEAR_ATTENTION(*args, **kwargs)
+    return LINEAR_ATTENTION(*args, **kwargs)

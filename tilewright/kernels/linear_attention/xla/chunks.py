@@ -19,6 +19,7 @@ from tilewright.kernels.linear_attention.xla.layout import Layout
 from tilewright.kernels.linear_attention.xla.params import XlaLinearAttentionParams
 from tilewright.kernels.linear_attention.xla.states import Maps, states_before
 from tilewright.kernels.linear_attention.xla.triangular import inverse
+from tilewright.kernels.op.sharding import varying_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +127,9 @@ class _Chunk:
         query, key = (_of_value_heads(x, inputs.groups) for x in (query, key))
         log_decay = inputs.log_decay
         if log_decay is None or log_decay.ndim == 1:
-            per_head = jnp.zeros(inputs.value_heads, dtype) if log_decay is None else log_decay
-            log_decay = jnp.broadcast_to(per_head, inputs.value.shape[:3])
+            # Inside of ``shard_map`` all that the loop over states solves for must vary alike.
+            none = varying_as(jnp.zeros(inputs.value_heads, dtype), inputs.value)
+            log_decay = jnp.broadcast_to(none if log_decay is None else log_decay, inputs.value.shape[:3])
         begun = layout.begun() if inputs.segment_ids is not None else None
         of_heads = None if begun is None else begun[:, :, None]
         is_channel = log_decay.ndim == 4
