@@ -14,7 +14,7 @@ from tilewright.kernels.linear_attention.hopper.forward import (
 )
 from tilewright.kernels.linear_attention.hopper.params import HopperLinearAttentionParams
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
-from tilewright.kernels.linear_attention.triton.segments import Segments
+from tilewright.kernels.linear_attention.segments import Segments
 from tilewright.kernels.triton import launch
 
 CLEARED = 1024

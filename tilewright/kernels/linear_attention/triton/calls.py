@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from tilewright.kernels.linear_attention import segments
 from tilewright.kernels.linear_attention.chunks import CHUNK, ChunkTable, chunk_table, segment_table
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults, l2_normalized
 from tilewright.kernels.linear_attention.inverse import chunk_inverse
-from tilewright.kernels.linear_attention.triton import segments
 from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, TritonPass
 from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two

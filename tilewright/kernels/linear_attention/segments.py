@@ -1,4 +1,4 @@
-"""Sequences that are split into segments of chunks, which run at once: the states at their borders."""
+"""Sequences that are split into segments of chunks, which run at once: the states at their borders, for GPUs."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ class Segments:
           external: what the segments make of 0, ``[segments, HV, K, V or more]``.
           initial: the states before the sequences, or the gradients of those behind them; 0 if None.
         """
-        from tilewright.kernels.linear_attention.triton import forward_kernels as kernels
+        from tilewright.kernels.linear_attention import segment_kernels as kernels
 
         inputs = self.inputs
         _, value_heads, key_dim, value_dim = inputs.state_shape
