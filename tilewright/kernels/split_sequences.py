@@ -91,17 +91,12 @@ class SplitSequences:
             return {}
         return {"seq_lengths": jnp.clip(self.seq_lengths - self.index * self.length, 0, self.length)}
 
-    def entering_parts(self) -> dict[str, Any]:
-        """The description of those that come from the left: of a packed row one, which may have no token."""
-        return self.parts() if self.entering is None else self._one_of(self.entering)
-
     def leaving_parts(self) -> dict[str, Any]:
-        """The description likewise of those that go on to the right."""
-        return self.parts() if self.leaving is None else self._one_of(self.leaving)
-
-    def _one_of(self, sequence: jax.Array) -> dict[str, Any]:
-        ends = lax.dynamic_slice(jnp.pad(self.parts()["cum_seqlens"], (0, 1), mode="edge"), (sequence,), (2,))
-        return {"cum_seqlens": ends}
+        """The description of those that go on to the right: of a packed row one, which may have no token."""
+        if self.leaving is None:
+            return self.parts()
+        bounds = jnp.pad(self.parts()["cum_seqlens"], (0, 1), mode="edge")
+        return {"cum_seqlens": lax.dynamic_slice(bounds, (self.leaving,), (2,))}
 
     def flows(self, states: jax.Array, sequence: jax.Array | None) -> Any:
         """The states of the sequences that cross a border, of those of all; zeros if none does."""
@@ -347,13 +342,11 @@ def _backward(recurrence: Recurrence, residuals: Any, cotangents: Any) -> tuple[
     inputs, maps, states = residuals
     split = recurrence.split(inputs)
     d_out, d_state = cotangents if inputs.return_state else (cotangents, jnp.zeros_like(states))
-    d_entering = split.flows(d_state, split.entering)
-    entering = inputs.replace(
-        initial_state=split.flows(states, split.entering), return_state=True, **split.entering_parts()
-    )
-    added = recurrence.gradients(entering, (d_out, d_entering), ("initial_state",))["initial_state"]
-    d_state = split.plus_leaving(d_state, split.carried(maps, added, None, back=True))
+    # The same call twice but for what comes from the right: what does not depend on that is computed once.
     whole = inputs.replace(initial_state=states, return_state=True, **split.parts())
+    added = recurrence.gradients(whole, (d_out, d_state), ("initial_state",))["initial_state"]
+    flow = split.carried(maps, split.flows(added, split.entering), None, back=True)
+    d_state = split.plus_leaving(d_state, flow)
     found = recurrence.gradients(whole, (d_out, d_state), tuple(whole.gradients))
     d_first = found.pop("initial_state")
     if inputs.initial_state is not None:
