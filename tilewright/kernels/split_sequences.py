@@ -236,9 +236,14 @@ class StateMaps(NamedTuple):
     matrix: jax.Array | None = None
     factors: jax.Array | None = None
 
+    @property
+    def own(self) -> Any:
+        """The array of these maps."""
+        return self.factors if self.matrix is None else self.matrix
+
     def beside(self, states: jax.Array) -> jax.Array:
         """The maps and some states in one array, for one collective."""
-        own = self.factors if self.matrix is None else self.matrix
+        own = self.own
         if own is None:
             return states
         return jnp.concatenate([jnp.broadcast_to(own, (*states.shape[:-1], own.shape[-1])), states], axis=-1)
@@ -281,12 +286,12 @@ class Recurrence:
     Attributes:
       op: called by each device on its tokens; its backward pass needs no results.
       maps: of the op, inputs whose sequences are those that leave a device, and ``cfg``: the maps of the states that
-        flow through that device.
+        flow through that device, and what its tokens make of states of zeros.
       cfg: a config for the calls of the op.
     """
 
     op: PortfolioKernel[Any, Any]
-    maps: Callable[[PortfolioKernel[Any, Any], Any, object], StateMaps]
+    maps: Callable[[PortfolioKernel[Any, Any], Any, object], tuple[StateMaps, jax.Array]]
     axis: AxisName
     cfg: object
 
@@ -327,9 +332,10 @@ def _recurrent(inputs: Any, recurrence: Recurrence) -> Any:
 @default_promotion()
 def _forward(inputs: Any, recurrence: Recurrence) -> tuple[Any, Any]:
     split, first = recurrence.split(inputs), inputs.initial_state
-    leaving = inputs.replace(initial_state=split.begun(first), return_state=True, **split.leaving_parts())
-    added = recurrence.op(leaving, cfg=recurrence.cfg)[1]
-    maps = recurrence.maps(recurrence.op, leaving, recurrence.cfg)
+    leaving = inputs.replace(initial_state=None, **split.leaving_parts())
+    maps, added = recurrence.maps(recurrence.op, leaving, recurrence.cfg)
+    if (begun := split.begun(first)) is not None:
+        added = added + maps.apply(maps.own, begun, transposed=False)
     flow = split.carried(maps, added, first if split.crossing is None else None)
     name = f"{recurrence.op.name}_residuals"
     maps, states = jax.tree.map(lambda x: checkpoint_name(x, name), (maps, split.with_entering(first, flow)))
