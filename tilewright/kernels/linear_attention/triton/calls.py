@@ -175,7 +175,7 @@ def _chunk_states(
 
 
 def state_maps(chunks: Chunks, params: TritonLinearAttentionParams) -> jax.Array:
-    """What the sequences make of states; see ``with_identity``.
+    """The maps of states that the sequences are; see ``with_identity``.
 
     Segments are split as for results, so that XLA computes their maps once for both.
     """
