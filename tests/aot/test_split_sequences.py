@@ -49,10 +49,10 @@ def kernels(update: str) -> dict[str, int]:
     return dict(collections.Counter(name.decode().removeprefix(prefix) for name in names))
 
 
-@pytest.mark.parametrize(("update", "states"), [("beta", 3), ("none", 2)])
-def test_passes_for_states_have_no_results(update: str, states: int):
-    """A pass of states for those that leave a device if none comes in, and one for the matrix of a delta rule."""
+@pytest.mark.parametrize("update", ["beta", "none"])
+def test_passes_for_states_have_no_results(update: str):
+    """One pass of states more in either direction."""
     found = kernels(update)
     repeated = {name: count for name, count in found.items() if count > 1}
-    assert repeated == {"forward_chunk_states": states, "backward_state_gradients": 2}
+    assert repeated == {"forward_chunk_states": 2, "backward_state_gradients": 2}
     assert {"forward_chunk_outputs", "backward_chunk_states"} <= found.keys()

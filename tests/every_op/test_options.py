@@ -34,6 +34,7 @@ WITHOUT_CASE: dict[str, Any] = {
     "precision": jax.lax.Precision.HIGHEST,
     "is_part": True,
     "keeps_gradients": True,
+    "only_maps": True,
     "mask": jax.ShapeDtypeStruct((2, 5), np.bool_),
 }
 """Values of options that no case has: the mask of kl's small case, and what only an op's own code passes."""
@@ -45,6 +46,7 @@ WITHOUT_ROW: dict[str, frozenset[str]] = {
     "weight_offset": frozenset({"triton", "xla"}),
     "is_part": frozenset({"hopper", "triton", "tpu", "xla"}),
     "keeps_gradients": frozenset({"hopper", "triton", "tpu", "xla"}),
+    "only_maps": frozenset({"triton", "xla"}),
     "mask": frozenset({"xla"}),
     "key_scale": frozenset({"xla"}),
     "value_scale": frozenset({"xla"}),

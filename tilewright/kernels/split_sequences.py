@@ -91,17 +91,12 @@ class SplitSequences:
             return {}
         return {"seq_lengths": jnp.clip(self.seq_lengths - self.index * self.length, 0, self.length)}
 
-    def entering_parts(self) -> dict[str, Any]:
-        """The description of those that come from the left: of a packed row one, which may have no token."""
-        return self.parts() if self.entering is None else self._one_of(self.entering)
-
     def leaving_parts(self) -> dict[str, Any]:
-        """The description likewise of those that go on to the right."""
-        return self.parts() if self.leaving is None else self._one_of(self.leaving)
-
-    def _one_of(self, sequence: jax.Array) -> dict[str, Any]:
-        ends = lax.dynamic_slice(jnp.pad(self.parts()["cum_seqlens"], (0, 1), mode="edge"), (sequence,), (2,))
-        return {"cum_seqlens": ends}
+        """The description of those that go on to the right: of a packed row one, which may have no token."""
+        if self.leaving is None:
+            return self.parts()
+        bounds = jnp.pad(self.parts()["cum_seqlens"], (0, 1), mode="edge")
+        return {"cum_seqlens": lax.dynamic_slice(bounds, (self.leaving,), (2,))}
 
     def flows(self, states: jax.Array, sequence: jax.Array | None) -> Any:
         """The states of the sequences that cross a border, of those of all; zeros if none does."""
@@ -241,9 +236,14 @@ class StateMaps(NamedTuple):
     matrix: jax.Array | None = None
     factors: jax.Array | None = None
 
+    @property
+    def own(self) -> Any:
+        """The array of these maps."""
+        return self.factors if self.matrix is None else self.matrix
+
     def beside(self, states: jax.Array) -> jax.Array:
         """The maps and some states in one array, for one collective."""
-        own = self.factors if self.matrix is None else self.matrix
+        own = self.own
         if own is None:
             return states
         return jnp.concatenate([jnp.broadcast_to(own, (*states.shape[:-1], own.shape[-1])), states], axis=-1)
@@ -286,12 +286,12 @@ class Recurrence:
     Attributes:
       op: called by each device on its tokens; its backward pass needs no results.
       maps: of the op, inputs whose sequences are those that leave a device, and ``cfg``: the maps of the states that
-        flow through that device.
+        flow through that device, and what its tokens make of states of zeros.
       cfg: a config for the calls of the op.
     """
 
     op: PortfolioKernel[Any, Any]
-    maps: Callable[[PortfolioKernel[Any, Any], Any, object], StateMaps]
+    maps: Callable[[PortfolioKernel[Any, Any], Any, object], tuple[StateMaps, jax.Array]]
     axis: AxisName
     cfg: object
 
@@ -332,9 +332,10 @@ def _recurrent(inputs: Any, recurrence: Recurrence) -> Any:
 @default_promotion()
 def _forward(inputs: Any, recurrence: Recurrence) -> tuple[Any, Any]:
     split, first = recurrence.split(inputs), inputs.initial_state
-    leaving = inputs.replace(initial_state=split.begun(first), return_state=True, **split.leaving_parts())
-    added = recurrence.op(leaving, cfg=recurrence.cfg)[1]
-    maps = recurrence.maps(recurrence.op, leaving, recurrence.cfg)
+    leaving = inputs.replace(initial_state=None, **split.leaving_parts())
+    maps, added = recurrence.maps(recurrence.op, leaving, recurrence.cfg)
+    if (begun := split.begun(first)) is not None:
+        added = added + maps.apply(maps.own, begun, transposed=False)
     flow = split.carried(maps, added, first if split.crossing is None else None)
     name = f"{recurrence.op.name}_residuals"
     maps, states = jax.tree.map(lambda x: checkpoint_name(x, name), (maps, split.with_entering(first, flow)))
@@ -347,13 +348,11 @@ def _backward(recurrence: Recurrence, residuals: Any, cotangents: Any) -> tuple[
     inputs, maps, states = residuals
     split = recurrence.split(inputs)
     d_out, d_state = cotangents if inputs.return_state else (cotangents, jnp.zeros_like(states))
-    d_entering = split.flows(d_state, split.entering)
-    entering = inputs.replace(
-        initial_state=split.flows(states, split.entering), return_state=True, **split.entering_parts()
-    )
-    added = recurrence.gradients(entering, (d_out, d_entering), ("initial_state",))["initial_state"]
-    d_state = split.plus_leaving(d_state, split.carried(maps, added, None, back=True))
+    # The same call twice but for what comes from the right: what does not depend on that is computed once.
     whole = inputs.replace(initial_state=states, return_state=True, **split.parts())
+    added = recurrence.gradients(whole, (d_out, d_state), ("initial_state",))["initial_state"]
+    flow = split.carried(maps, split.flows(added, split.entering), None, back=True)
+    d_state = split.plus_leaving(d_state, flow)
     found = recurrence.gradients(whole, (d_out, d_state), tuple(whole.gradients))
     d_first = found.pop("initial_state")
     if inputs.initial_state is not None:

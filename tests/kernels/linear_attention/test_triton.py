@@ -15,7 +15,8 @@ from tests.kernels.conftest import A100, H100, RTX5090
 from tests.kernels.linear_attention.conformance import exact, inputs_of
 from tests.kernels.linear_attention.gpu_conformance import CASES, SMALL, GpuConformance, relative_error
 from tilewright.kernels.linear_attention.chunks import chunk_table, segment_table
-from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
+from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, with_identity
+from tilewright.kernels.linear_attention.reference import linear_attention_reference
 from tilewright.kernels.linear_attention.triton.backend import TritonLinearAttention
 from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, TritonPass
 from tilewright.kernels.triton.interpreter import interpret_triton
@@ -198,6 +199,37 @@ def test_split_sequences(fields: dict[str, Any], segment: int):
     split.params = lambda inputs: (params, params)  # type: ignore[method-assign]
     cotangents = split.cotangents(inputs)
     split.check(split.compiled(inputs)(inputs, cotangents), inputs, cotangents)
+
+
+@pytest.mark.parametrize("segment", [0, 1, 2])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gated delta bfloat16",
+        "gated delta lengths",
+        "ssd packed",
+        "one sequence of a row",
+        "decays of channels",
+        "removal",
+    ],
+)
+def test_maps_of_states(name: str, segment: int):
+    """What tokens make of states of zeros, and the matrix by which they multiply others: those of float64."""
+    one = {"length": 330, "value_heads": 2, "value_dim": 24}
+    case = dataclasses.replace(SMALL, name=name, **one) if name not in CASES else CASES[name]
+    inputs = inputs_of(case).replace(initial_state=None, return_state=False, only_maps=True)
+    if name not in CASES:
+        inputs = inputs.replace(cum_seqlens=jnp.array([61, 330], jnp.int32))
+    found = outputs(inputs, dataclasses.replace(PARAMS, segment=segment)).state
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(np.float64) if jnp.issubdtype(x.dtype, np.floating) else x, inputs)
+        wanted = linear_attention_reference(with_identity(wide))[1]
+    assert found.shape == inputs.map_shape
+    assert found.dtype == np.float32
+    bound = 1e-2 if inputs.value.dtype == jnp.bfloat16 else 1e-5
+    for part in (np.s_[..., : inputs.value_dim], np.s_[..., inputs.value_dim :]):
+        if wanted[part].size:
+            assert relative_error(found[part], wanted[part]) < bound
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
@@ -37,23 +38,28 @@ def attention_on_explicit_axes(op: PortfolioKernel[Any, Any], inputs: LinearAtte
     return on_explicit_axes(on_device, inputs, layouts, results, whole="xn")
 
 
-def state_maps(op: PortfolioKernel[Any, Any], inputs: LinearAttentionInputs, cfg: object) -> StateMaps:
-    """The maps of the states before all tokens, beside what these add."""
-    if inputs.beta is not None or inputs.removal is not None:
-        # The columns of the identity are states like any others, to which values of zero add nothing.
-        flows, heads, key_dim, _ = inputs.state_shape
-        unit = jnp.broadcast_to(jnp.eye(key_dim, dtype=inputs.state_dtype), (flows, heads, key_dim, key_dim))
-        value = jnp.zeros((*inputs.value.shape[:3], key_dim), inputs.value.dtype)
-        return StateMaps(matrix=op(inputs.replace(value=value, initial_state=unit), cfg=cfg)[1])
+def state_maps(
+    op: PortfolioKernel[Any, Any], inputs: LinearAttentionInputs, cfg: object
+) -> tuple[StateMaps, jax.Array]:
+    """The maps of the states before all tokens, and what these make of zeros."""
+    added = op(inputs.replace(only_maps=True), cfg=cfg)
+    if inputs.has_matrix:
+        added, matrix = jnp.split(added, [inputs.value_dim], axis=-1)
+        return StateMaps(matrix=matrix), added
+    return StateMaps(factors=_factors(inputs)), added
+
+
+def _factors(inputs: LinearAttentionInputs) -> jax.Array | None:
+    """The products of all decays, by which tokens multiply the states before them."""
     decay = inputs.log_decay
     if decay is None:
-        return StateMaps()
+        return None
     # Finite, since a product with 0 tokens must be 0.
     decay = jnp.maximum(decay.astype(inputs.state_dtype), jnp.finfo(inputs.state_dtype).min)
     lengths = inputs.seq_lengths
     if inputs.gate == "head":
         tokens = jnp.full(inputs.batch, inputs.length, jnp.int32) if lengths is None else lengths
-        return StateMaps(factors=jnp.exp(decay * tokens[:, None].astype(decay.dtype))[..., None, None])
+        return jnp.exp(decay * tokens[:, None].astype(decay.dtype))[..., None, None]
     ids = sequence_ids(inputs.batch, inputs.length, cum_seqlens=inputs.cum_seqlens, seq_lengths=lengths)
     total = jnp.exp(jnp.sum(without_padding(decay, ids), axis=1))
-    return StateMaps(factors=total[..., None] if inputs.gate == "channel" else total[..., None, None])
+    return total[..., None] if inputs.gate == "channel" else total[..., None, None]

@@ -23,6 +23,7 @@ class LinearAttentionInputs(OpInputs):
       log_decay: ``[value_heads]``, ``[batch, length, value_heads]`` or ``[batch, length, value_heads, key_dim]``.
       removal_read: a of S + b (aᵀ S).
       removal_write: b of S + b (aᵀ S).
+      only_maps: give what tokens make of states in place of results, as ``with_identity`` says; no caller's option.
     """
 
     query: Float[Array, "batch length heads key_dim"]
@@ -41,6 +42,7 @@ class LinearAttentionInputs(OpInputs):
     qk_l2norm: bool = static(default=False)
     l2norm_eps: float = static(default=1e-6)
     return_state: bool = static(default=False, role="call")
+    only_maps: bool = static(default=False)
 
     @functools.cached_property
     def batch(self) -> int:
@@ -96,6 +98,17 @@ class LinearAttentionInputs(OpInputs):
     def state_shape(self) -> tuple[int, int, int, int]:
         return self.sequences, self.value_heads, self.key_dim, self.value_dim
 
+    @functools.cached_property
+    def has_matrix(self) -> bool:
+        """True if tokens multiply states by a matrix, and not by factors alone."""
+        return self.beta is not None or self.removal is not None
+
+    @functools.cached_property
+    def map_shape(self) -> tuple[int, int, int, int]:
+        """The shape of the states that ``only_maps`` gives."""
+        sequences, heads, key_dim, value_dim = self.state_shape
+        return sequences, heads, key_dim, value_dim + key_dim * self.has_matrix
+
 
 class LinearAttentionResults(NamedTuple):
     """The results of a forward pass, or their cotangents; the backward pass needs none of them.
@@ -106,6 +119,24 @@ class LinearAttentionResults(NamedTuple):
 
     out: Float[Array, "batch length value_heads value_dim"] | None
     state: Float[Array, "sequences value_heads key_dim value_dim"] | None
+
+
+def with_identity(inputs: LinearAttentionInputs) -> LinearAttentionInputs:
+    """The call whose last states are what ``only_maps`` gives.
+
+    They begin with what tokens make of states of zeros. With a removal the columns of M of M S follow, which are what
+    tokens without values make of the identity.
+    """
+    inputs = inputs.replace(only_maps=False, return_state=True)
+    if not inputs.has_matrix:
+        return inputs
+    sequences, heads, key_dim, value_dim = inputs.state_shape
+    values = jnp.zeros((*inputs.value.shape[:3], key_dim), inputs.value.dtype)
+    states = jnp.eye(key_dim, key_dim + value_dim, k=value_dim, dtype=inputs.state_dtype)
+    return inputs.replace(
+        value=jnp.concatenate([inputs.value, values], axis=-1),
+        initial_state=jnp.broadcast_to(states, (sequences, heads, *states.shape)),
+    )
 
 
 def l2_normalized(x: jax.Array, eps: float) -> jax.Array:

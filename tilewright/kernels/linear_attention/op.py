@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from tilewright.kernels.linear_attention.cases import CASES, LinearAttentionCase, segments
 from tilewright.kernels.linear_attention.distributed import attention_on_explicit_axes
-from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
+from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults, with_identity
 from tilewright.kernels.linear_attention.partitioning import linear_attention_partitioning
 from tilewright.kernels.linear_attention.reference import linear_attention_reference
 from tilewright.kernels.op.arguments import (
@@ -122,10 +122,15 @@ class LinearAttention(PortfolioKernel[LinearAttentionInputs, LinearAttentionResu
 
     def results(self, inputs: LinearAttentionInputs) -> Any:
         state: Any = jax.ShapeDtypeStruct(inputs.state_shape, inputs.state_dtype) if inputs.return_state else None
+        if inputs.only_maps:
+            maps: Any = jax.ShapeDtypeStruct(inputs.map_shape, inputs.state_dtype)
+            return LinearAttentionResults(None, maps)
         out: Any = struct_like(inputs.value)
         return LinearAttentionResults(out, state)
 
     def outputs(self, inputs: LinearAttentionInputs, results: LinearAttentionResults) -> Any:
+        if inputs.only_maps:
+            return results.state
         return tuple(results) if inputs.return_state else results.out
 
     def residuals(self, results: LinearAttentionResults) -> LinearAttentionResults:
@@ -135,9 +140,13 @@ class LinearAttention(PortfolioKernel[LinearAttentionInputs, LinearAttentionResu
     def cotangents(
         self, inputs: LinearAttentionInputs, residuals: LinearAttentionResults, cotangents: tuple[Any, ...]
     ) -> LinearAttentionResults:
+        if inputs.only_maps:
+            return LinearAttentionResults(None, *cotangents)
         return LinearAttentionResults(*cotangents, *[None] * (2 - len(cotangents)))
 
     def reference(self, inputs: LinearAttentionInputs) -> Any:
+        if inputs.only_maps:
+            return linear_attention_reference(with_identity(inputs))[1]
         out, state = linear_attention_reference(inputs)
         return self.outputs(inputs, LinearAttentionResults(cast(Any, out).astype(inputs.value.dtype), state))
 

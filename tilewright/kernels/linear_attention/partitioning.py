@@ -78,8 +78,9 @@ def linear_attention_partitioning(inputs: LinearAttentionInputs) -> Partitioning
         mine = [each for axes in own for each in axis_names(axes)]
         return GradientParts(own, tuple(each for each in used if each not in mine), typed_spec(arrays[name]))
 
-    out: Any = spec(_TOKENS)
-    state: Any = spec(_dimensions("initial_state", inputs)) if inputs.return_state else None
+    out: Any = None if inputs.only_maps else spec(_TOKENS)
+    has_state = inputs.return_state or inputs.only_maps
+    state: Any = spec(_dimensions("initial_state", inputs)) if has_state else None
     return Partitioning(
         mesh=mesh,
         inputs=inputs.replace(**{name: spec(each) for name, each in dimensions.items()}),

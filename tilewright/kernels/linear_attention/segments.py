@@ -75,3 +75,16 @@ class Segments:
         found = of_segments[place]
         empty = jnp.zeros_like(found) if otherwise is None else otherwise
         return jnp.where((count > 0)[:, None, None, None], found, empty)
+
+
+def composed(maps: jax.Array, value_dim: int) -> jax.Array:
+    """The map that all segments of one sequence are, one after another, ``[1, HV, K, V + K]`` as each of them is."""
+    unit = jnp.eye(maps.shape[2], maps.shape[3], k=value_dim, dtype=maps.dtype)
+    while maps.shape[0] > 1:
+        if maps.shape[0] % 2:
+            maps = jnp.concatenate([maps, jnp.broadcast_to(unit, (1, *maps.shape[1:]))])
+        first, second = maps[::2], maps[1::2]
+        # Operands are not rounded, since errors go along all segments.
+        both = jnp.matmul(second[..., value_dim:], first, precision=jax.lax.Precision.HIGHEST)
+        maps = both.at[..., :value_dim].add(second[..., :value_dim])
+    return maps

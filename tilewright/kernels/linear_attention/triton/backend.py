@@ -4,7 +4,11 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any, ClassVar
 
-from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
+from tilewright.kernels.linear_attention.inputs import (
+    LinearAttentionInputs,
+    LinearAttentionResults,
+    with_identity,
+)
 from tilewright.kernels.linear_attention.triton import calls, channel_calls, removal_calls
 from tilewright.kernels.linear_attention.triton.params import (
     TritonLinearAttentionParams,
@@ -58,6 +62,7 @@ class TritonLinearAttention(
             "seq_lengths",
             "qk_l2norm",
             "l2norm_eps",
+            "only_maps",
         }
     )
 
@@ -73,6 +78,11 @@ class TritonLinearAttention(
             # On an H200 the gradients of queries were 8 % from those of XLA in one call of two; interpreted, from the
             # same arrays, they are right. Until a card has told which of both is wrong there, it is not served.
             reasons.append("its gradients with decays of channels are not proven on devices with warpgroup matmuls")
+        if inputs.only_maps and direction == "backward":
+            reasons.append("it has no gradients of what tokens make of states")
+        if inputs.only_maps and inputs.gate == "channel" and inputs.map_shape[-1] > MAX_DIM:
+            columns = f"{inputs.value_dim} + {inputs.key_dim}"
+            reasons.append(f"with decays of channels it has states and matrices of {MAX_DIM} columns, got {columns}")
         for name in ("key_dim", "value_dim"):
             if getattr(inputs, name) > MAX_DIM:
                 reasons.append(f"{name} must be at most {MAX_DIM}, got {getattr(inputs, name)}")
@@ -107,6 +117,10 @@ class TritonLinearAttention(
 
     def forward(self, inputs: LinearAttentionInputs, params: TritonLinearAttentionParams) -> LinearAttentionResults:
         passes = _passes(inputs)
+        if inputs.only_maps and passes is not calls:
+            # Its results are not used, so XLA leaves out the kernels that compute these.
+            found = self.forward(with_identity(inputs), params)
+            return LinearAttentionResults(None, found.state)
         return run_with_sequential_vmap(lambda inputs: passes.forward(inputs, params), inputs)
 
     def backward(

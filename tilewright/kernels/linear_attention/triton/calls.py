@@ -174,11 +174,27 @@ def _chunk_states(
     return states, updates if delta else inputs.value, last
 
 
+def state_maps(chunks: Chunks, params: TritonLinearAttentionParams) -> jax.Array:
+    """The maps of states that the sequences are; see ``with_identity``.
+
+    Segments are split as for results, so that XLA computes their maps once for both.
+    """
+    inputs, tile = chunks.inputs, params.recomputed or params.states
+    if params.segment and not inputs.has_matrix:
+        return state_pass(chunks, params, final=True)[2]
+    is_split = params.segment > 0 and inputs.sequences == 1
+    spans = segment_table(chunks.table, params.segment).segments if is_split else chunks.table.sequences
+    maps = _chunk_states(chunks, tile, spans, None, final=True, only_maps=True)[2]
+    return segments.composed(maps, inputs.value_dim) if is_split else maps
+
+
 def forward(inputs: LinearAttentionInputs, params: TritonLinearAttentionParams) -> LinearAttentionResults:
     """The results of a call."""
     from tilewright.kernels.linear_attention.triton import forward_kernels as kernels
 
     chunks = chunked(inputs)
+    if inputs.only_maps:
+        return LinearAttentionResults(None, state_maps(chunks, params))
     states, updates, last, _ = state_pass(chunks, params, final=inputs.return_state)
     tile = params.tokens
     constants = chunks.constants(tile, block_k(inputs), scale=True)

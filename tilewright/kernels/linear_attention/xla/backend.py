@@ -6,7 +6,7 @@ from typing import Any, ClassVar, cast
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
+from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults, with_identity
 from tilewright.kernels.linear_attention.xla.chunks import chunked_attention
 from tilewright.kernels.linear_attention.xla.params import XlaLinearAttentionParams, candidate_params
 from tilewright.kernels.op.backend import Backend
@@ -25,6 +25,7 @@ _OPTIONS = (
     "seq_lengths",
     "qk_l2norm",
     "l2norm_eps",
+    "only_maps",
 )
 
 
@@ -50,7 +51,7 @@ class XlaLinearAttention(
         return candidate_params(inputs, device)
 
     def forward(self, inputs: LinearAttentionInputs, params: XlaLinearAttentionParams) -> LinearAttentionResults:
-        return chunked_attention(inputs, params)
+        return _attended(inputs, params)
 
     def backward(
         self,
@@ -65,7 +66,13 @@ class XlaLinearAttention(
         the same loop backwards. All else is matmuls and factors of all chunks at once.
         """
         floats = {name: getattr(inputs, name) for name in inputs.gradients}
-        found, pull_back = jax.vjp(lambda arrays: chunked_attention(inputs.replace(**arrays), params), floats)
+        found, pull_back = jax.vjp(lambda arrays: _attended(inputs.replace(**arrays), params), floats)
         given = jax.tree.map(lambda x, each: jnp.zeros_like(x) if each is None else each, found, cotangents)
         (gradients,) = pull_back(given)
         return cast(dict[str, Any], gradients)
+
+
+def _attended(inputs: LinearAttentionInputs, params: XlaLinearAttentionParams) -> LinearAttentionResults:
+    if inputs.only_maps:
+        return LinearAttentionResults(None, chunked_attention(with_identity(inputs), params).state)
+    return chunked_attention(inputs, params)
