@@ -143,12 +143,15 @@ def test_gates(pattern: str, update: Any):
     check(inputs, outputs(inputs))
 
 
-@pytest.mark.parametrize("strength", [1.0, 2.0])
-def test_equal_keys(strength: float):
-    """With β = 2 every token undoes the one before."""
-    inputs = inputs_of(dataclasses.replace(FULL, length=128, gate="none", qk_l2norm=True))
+@pytest.mark.parametrize(("strength", "noise"), [(1.0, 0.0), (2.0, 0.0), (2.0, 0.05)])
+def test_keys_alike(strength: float, noise: float):
+    """With β = 2 every token undoes the one before, but for the decay."""
+    inputs = inputs_of(dataclasses.replace(FULL, length=128, qk_l2norm=True))
+    key = inputs.key[:, :1].astype(jnp.float32) + noise * inputs.key.astype(jnp.float32)
     inputs = inputs.replace(
-        key=jnp.broadcast_to(inputs.key[:, :1], inputs.key.shape), beta=jnp.full_like(inputs.beta, strength)
+        key=key.astype(jnp.bfloat16),
+        beta=jnp.full_like(inputs.beta, strength),
+        log_decay=jnp.full_like(inputs.log_decay, -0.01),
     )
     check(inputs, outputs(inputs), 0.05)
 
