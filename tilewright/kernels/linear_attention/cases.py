@@ -125,7 +125,8 @@ CASES = OpCases(
         LinearAttentionCase("", length=80, heads=2, key_dim=64),
         {
             "float32": {},
-            "bfloat16, float16": {"dtype": "bfloat16"},
+            "bfloat16": {"dtype": "bfloat16"},
+            "float16": {"dtype": "float16"},
             "without `log_decay`": {"gate": "none"},
             "`log_decay` of heads": {"gate": "head"},
             "`log_decay` of channels": {"gate": "channel"},
