@@ -79,6 +79,11 @@ def test_two_consumers(update: Any, case: Any):
     check(inputs, outputs(inputs, 2, 2, races=True))
 
 
+def test_each_consumer_has_channels_of_its_own():
+    inputs = inputs_of(dataclasses.replace(FULL, length=20, value_dim=128, update="add", gate="none"))
+    check(inputs, outputs(inputs, 2))
+
+
 @pytest.mark.parametrize("segment", [1, 2])
 @pytest.mark.parametrize(
     "fields",
