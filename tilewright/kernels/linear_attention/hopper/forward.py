@@ -234,7 +234,7 @@ class ForwardContext:
 
 
 def run_producer(ctx: ForwardContext) -> None:
-    """Loads the tokens of all chunks, computes P and T of them, and clears what K holds behind the last token."""
+    """Loads all chunks, computes P of them, and clears what K and V hold behind the last token."""
     if ctx.call.consumers in REGISTERS:
         plgpu.set_max_registers(REGISTERS[ctx.call.consumers].producer, action="decrease")
     steps, ahead = ctx.steps, ctx.call.stages - 1
@@ -399,14 +399,10 @@ def chunk_output(ctx: ForwardContext, scores: Ring, state: Ref, step: Scalar) ->
         found = pl.run_scoped(read, plgpu.ACC((ROWS, 2 * CHUNK), jnp.float32))
         found, before = found[:, :CHUNK], found[:, CHUNK:]
         rest = own.astype(jnp.float32) - found * spread(power, shape, 1)
-    else:
-        before = pl.run_scoped(read_queries, plgpu.ACC(shape, jnp.float32))
-        rest = own.astype(jnp.float32)
-
-    if solve is not None:
         written, to_end = _solved(solve, gates, rest, step)
     else:
-        written, to_end = rest, _of_columns(gates, TO_END)
+        before = pl.run_scoped(read_queries, plgpu.ACC(shape, jnp.float32))
+        written, to_end = own.astype(jnp.float32), _of_columns(gates, TO_END)
     decayed = (written * spread(to_end, shape, 1)).astype(ctx.dtype)
     written = written.astype(ctx.dtype)
 
