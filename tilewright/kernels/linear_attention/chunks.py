@@ -5,10 +5,23 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
 from tilewright.kernels.sequences import number_up_to
 
 CHUNK = 64
 """Tokens of a chunk: the rows of a matmul of a warpgroup."""
+
+MAX_TOKENS = 1 << 30
+"""Rows of all sequences: kernels count them in 32 bits."""
+
+
+def chunk_reasons(inputs: LinearAttentionInputs) -> list[str]:
+    """Reasons why the tokens of a call are no chunks for kernels on GPUs; empty if they are."""
+    if 0 in (*inputs.value.shape, inputs.key_dim, inputs.sequences):
+        return [f"its kernels need tokens of sequences, got value of the shape {inputs.value.shape}"]
+    if inputs.batch * inputs.length > MAX_TOKENS:
+        return [f"its kernels count up to {MAX_TOKENS} tokens, got {inputs.batch} · {inputs.length}"]
+    return []
 
 
 @jax.tree_util.register_dataclass

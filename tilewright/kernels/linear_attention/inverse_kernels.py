@@ -45,18 +45,25 @@ def invert_blocks(lower, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def invert_narrow(lower):
-    """The inverse of I plus a strictly lower triangular matrix, by matmuls of float16."""
+def invert_tiles(lower, operand: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of I plus a strictly lower triangular matrix, by matmuls of full tiles with operands of a dtype."""
     inverse = invert_blocks(lower, 16)
     block = tl.arange(0, SIZE // 16)
     same = block[:, None, None, None] == block[None, None, :, None]
     inverse = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), (SIZE, SIZE))
-    return merge_blocks(merge_blocks(inverse, lower, 16), lower, 32)
+    inverse = merge_blocks(inverse, lower, 16, operand, PRECISION)
+    return merge_blocks(inverse, lower, 32, operand, PRECISION)
+
+
+@triton.jit
+def invert_narrow(lower):
+    """The same with operands of float16."""
+    return invert_tiles(lower, tl.float16, "tf32")
 
 
 @triton.jit
 def invert_wide(lower):
-    """The same in float32."""
+    """The same in float32, by blocks of 32."""
     HALF: tl.constexpr = SIZE // 2
     inverse = invert_blocks(lower, HALF)
     half = tl.arange(0, 2)
@@ -71,12 +78,13 @@ def invert_wide(lower):
 
 
 @triton.jit
-def merge_blocks(inverse, lower, HALF: tl.constexpr):
+def merge_blocks(inverse, lower, HALF: tl.constexpr, operand: tl.constexpr, PRECISION: tl.constexpr):
     """The inverse of I plus the blocks of 2 · HALF on the diagonal, from that of the blocks of HALF."""
     i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     below = tl.where((i // (2 * HALF) == j // (2 * HALF)) & (i // HALF != j // HALF), lower, 0.0)
-    blocks = inverse.to(tl.float16)
-    return inverse - tl.dot(tl.dot(blocks, below.to(tl.float16)).to(tl.float16), blocks)
+    blocks = inverse.to(operand)
+    product = tl.dot(blocks, below.to(operand), input_precision=PRECISION).to(operand)
+    return inverse - tl.dot(product, blocks, input_precision=PRECISION)
 
 
 @triton.jit

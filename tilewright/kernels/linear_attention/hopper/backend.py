@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Never
 
 from tilewright.kernels.hopper.device import device_reasons, num_sms
+from tilewright.kernels.linear_attention.chunks import chunk_reasons
 from tilewright.kernels.linear_attention.hopper.call import forward, forward_call
 from tilewright.kernels.linear_attention.hopper.forward import footprint
 from tilewright.kernels.linear_attention.hopper.params import HopperLinearAttentionParams, listed_params
@@ -16,9 +17,6 @@ from tilewright.kernels.triton import unavailable
 from tilewright.ops.types import Device, Direction
 
 KEY_DIMS = (64, 128)
-
-MAX_TOKENS = 1 << 30
-"""Rows of all sequences: kernels count them in 32 bits."""
 
 
 class HopperLinearAttention(Backend[LinearAttentionInputs, LinearAttentionResults, HopperLinearAttentionParams, Never]):
@@ -55,10 +53,7 @@ class HopperLinearAttention(Backend[LinearAttentionInputs, LinearAttentionResult
             reasons.append(f"key_dim must be one of {KEY_DIMS}, got {inputs.key_dim}")
         if inputs.value_dim % 64:
             reasons.append(f"value_dim must be a multiple of 64, got {inputs.value_dim}")
-        if 0 in (*inputs.value.shape, inputs.sequences):
-            reasons.append(f"its kernels need tokens of sequences, got value of the shape {inputs.value.shape}")
-        elif inputs.batch * inputs.length > MAX_TOKENS:
-            reasons.append(f"its kernels count up to {MAX_TOKENS} tokens, got {inputs.batch} · {inputs.length}")
+        reasons += chunk_reasons(inputs)
         return reasons
 
     def candidates(

@@ -56,10 +56,11 @@ def forward(inputs: LinearAttentionInputs, params: HopperLinearAttentionParams) 
         # Nothing follows the last segment of a sequence; others are full of tokens.
         last = segments.sequences[:, 0] + segments.sequences[:, 1] - 1
         mapped = segments.segments.at[jnp.where(last >= 0, last, segments.num_segments), 1].set(0, mode="drop")
-        maps = run(mapped, None, maps=True).state
-        assert maps is not None  # the result of maps
-        split = Segments(inputs, segments, params.segment, maps.mT, gates[:, :, GAMMA])
-        results = run(segments.segments, split.states(maps.mT, inputs.initial_state))
+        transposed = run(mapped, None, maps=True).state
+        assert transposed is not None  # the result of maps
+        maps = transposed.mT
+        split = Segments(inputs, segments, params.segment, maps, gates[:, :, GAMMA])
+        results = run(segments.segments, split.states(maps, inputs.initial_state))
         state = None if results.state is None else split.outermost(results.state.mT, inputs.initial_state)
     else:
         results = run(table.sequences, inputs.initial_state)

@@ -10,12 +10,10 @@ T      ``2^(γ_i - γ_j) T0 β_j`` below the diagonal, 0 elsewhere
 import triton
 import triton.language as tl
 
+from tilewright.kernels.linear_attention.gate_kernels import sums_of_decays
 from tilewright.kernels.linear_attention.inverse_kernels import invert_narrow, invert_wide
 
 SIZE = tl.constexpr(64)
-LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-200.0)
-"""The least log2 of a decay: 2^-200 is 0 in float32, and lower ones would take digits from the sums."""
 
 
 @triton.jit
@@ -63,9 +61,7 @@ def prepare_chunk(
             gamma = tl.zeros((SIZE,), tl.float32)
             if GATE:
                 given = tl.load(log_decay + first * STRIDE + value_head + i * STRIDE, mask=inside, other=0.0)
-                decay = given.to(tl.float32) * LOG2E
-                # Not tl.maximum, which drops NaN.
-                gamma = tl.cumsum(tl.where(decay < LOWEST, LOWEST, decay), 0)
+                gamma = sums_of_decays(given)
             last = tl.sum(tl.where(i == SIZE - 1, gamma, 0.0), 0)
             power = tl.exp2(gamma)
             row = gates + place * (8 * SIZE) + i

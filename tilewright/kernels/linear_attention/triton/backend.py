@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any, ClassVar
 
+from tilewright.kernels.linear_attention.chunks import chunk_reasons
 from tilewright.kernels.linear_attention.inputs import (
     LinearAttentionInputs,
     LinearAttentionResults,
@@ -27,9 +28,6 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 MAX_DIM = 256
 """Channels of keys and of values: a state's block of rows is in registers."""
-
-MAX_TOKENS = 1 << 30
-"""Rows of all sequences: kernels count them in 32 bits."""
 
 
 class TritonLinearAttention(
@@ -86,10 +84,7 @@ class TritonLinearAttention(
         for name in ("key_dim", "value_dim"):
             if getattr(inputs, name) > MAX_DIM:
                 reasons.append(f"{name} must be at most {MAX_DIM}, got {getattr(inputs, name)}")
-        if 0 in (*inputs.value.shape, inputs.key_dim, inputs.sequences):
-            reasons.append(f"its kernels need tokens of sequences, got value of the shape {inputs.value.shape}")
-        elif inputs.batch * inputs.length > MAX_TOKENS:
-            reasons.append(f"its kernels count up to {MAX_TOKENS} tokens, got {inputs.batch} · {inputs.length}")
+        reasons += chunk_reasons(inputs)
         return reasons
 
     def candidates(

@@ -25,19 +25,14 @@ SCORE_WARPS, SCORE_CHANNELS = 8, 32
 
 
 @dataclasses.dataclass(frozen=True)
-class ChannelChunks:
-    """A call, by chunks; see ``channel_kernels`` for the arrays, without elements where there is no delta rule."""
+class ChunksOfChannels:
+    """A call with decays of channels, by chunks; see ``channel_kernels`` for the arrays."""
 
     inputs: LinearAttentionInputs
     table: ChunkTable
     query: jax.Array
     key: jax.Array
     gamma: jax.Array
-    from_query: jax.Array
-    from_key: jax.Array
-    to_end: jax.Array
-    scores: jax.Array
-    inverse: jax.Array
 
     @property
     def operand(self) -> Any:
@@ -60,6 +55,17 @@ class ChannelChunks:
     def blocks(self, constants: dict[str, Any]) -> int:
         """Blocks of V."""
         return -(-self.inputs.value_dim // constants["BLOCK_V"])
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelChunks(ChunksOfChannels):
+    """A call without a removal; arrays of a delta rule have no elements where there is none."""
+
+    from_query: jax.Array
+    from_key: jax.Array
+    to_end: jax.Array
+    scores: jax.Array
+    inverse: jax.Array
 
 
 def struct(shape: tuple[int, ...], dtype: Any, *, present: bool = True) -> jax.ShapeDtypeStruct:

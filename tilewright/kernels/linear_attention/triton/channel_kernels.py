@@ -23,14 +23,12 @@ Operands and sums are as in ``forward_kernels``; grids have one axis, of (chunk 
 import triton
 import triton.language as tl
 
-from tilewright.kernels.linear_attention.inverse_kernels import invert_blocks
+from tilewright.kernels.linear_attention.gate_kernels import sums_of_decays
+from tilewright.kernels.linear_attention.inverse_kernels import invert_tiles
 from tilewright.kernels.linear_attention.triton.forward_kernels import solved
 
 SIZE = tl.constexpr(64)
 LEVELS = tl.constexpr(6)
-LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-200.0)
-"""As in ``forward_kernels``."""
 
 
 @triton.jit
@@ -42,9 +40,7 @@ def channel_gates(log_decay, chunks, gamma, HV: tl.constexpr, K: tl.constexpr, B
     first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
     i, k = tl.arange(0, SIZE), block * BLOCK_K + tl.arange(0, BLOCK_K)
     given = log_decay + (first * HV + head) * K + (i * (HV * K))[:, None] + k[None, :]
-    decay = tl.load(given, (i < tokens)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32) * LOG2E
-    # Not tl.maximum, which drops NaN.
-    total = tl.cumsum(tl.where(decay < LOWEST, LOWEST, decay), 0)
+    total = sums_of_decays(tl.load(given, (i < tokens)[:, None] & (k < K)[None, :], other=0.0))
     place = chunk.to(tl.int64) * HV + head
     tl.store(gamma + place * (SIZE * K) + (i * K)[:, None] + k[None, :], total, (i[:, None] >= 0) & (k < K)[None, :])
 
@@ -76,27 +72,6 @@ def anchored(reading, sums, gamma, i, k, k_inside, K: tl.constexpr, HALF):
 def sums_before(gamma, i, k, k_inside, K: tl.constexpr):
     """γ of the token before each, 0 for the first: with a bonus a token reads before it lets the state decay."""
     return tl.load(gamma + ((i - 1) * K)[:, None] + k[None, :], (i > 0)[:, None] & k_inside[None, :], other=0.0)
-
-
-@triton.jit
-def merged(inverse, lower, HALF: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of I plus the blocks of 2 · HALF on the diagonal, from that of the blocks of HALF."""
-    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    below = tl.where(is_parted(i, j, HALF), lower, 0.0)
-    product = tl.dot(inverse, below, input_precision=PRECISION)
-    return inverse - tl.dot(product, inverse, input_precision=PRECISION)
-
-
-@triton.jit
-def inverted(lower, PRECISION: tl.constexpr):
-    """The inverse of I plus a strictly lower triangular matrix; see ``inverse_kernels``.
-
-    Not in float16: elements of strong decays are small, and nothing that they stand for is dropped.
-    """
-    block = tl.arange(0, SIZE // 16)
-    same = block[:, None, None, None] == block[None, None, :, None]
-    inverse = tl.reshape(tl.where(same, invert_blocks(lower, 16)[:, :, None, :], 0.0), (SIZE, SIZE))
-    return merged(merged(inverse, lower, 16, PRECISION), lower, 32, PRECISION)
 
 
 @triton.jit
@@ -152,7 +127,8 @@ def channel_scores(
         tl.store(scores + of_pair, by_query.to(operand))
         if DELTA:
             strength = tl.load(beta + first * HV + head + i * HV, inside, other=0.0).to(tl.float32)
-            tl.store(inverse + of_pair, inverted(strength[:, None] * by_key, INVERSE))
+            # Not in float16: elements of strong decays are small, and nothing that they stand for is dropped.
+            tl.store(inverse + of_pair, invert_tiles(strength[:, None] * by_key, tl.float32, INVERSE))
 
 
 @triton.jit

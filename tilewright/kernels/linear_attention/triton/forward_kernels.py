@@ -18,10 +18,9 @@ Grids have one axis, of (chunk or sequence, head, block of V), the last fastest:
 import triton
 import triton.language as tl
 
+from tilewright.kernels.linear_attention.gate_kernels import sums_of_decays
+
 SIZE = tl.constexpr(64)
-LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-200.0)
-"""The least log2 of a decay: 2^-200 is 0 in float32, and lower ones would take digits from the sums."""
 
 
 @triton.jit
@@ -33,9 +32,7 @@ def chunk_gates(log_decay, chunks, gamma, HV: tl.constexpr, BLOCK_H: tl.constexp
     first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
     i = tl.arange(0, SIZE)
     given = log_decay + first * STRIDE + (i * STRIDE)[:, None] + head[None, :]
-    decay = tl.load(given, mask=(i < tokens)[:, None] & (head < HV)[None, :], other=0.0).to(tl.float32) * LOG2E
-    # Not tl.maximum, which drops NaN.
-    total = tl.cumsum(tl.where(decay < LOWEST, LOWEST, decay), 0)
+    total = sums_of_decays(tl.load(given, mask=(i < tokens)[:, None] & (head < HV)[None, :], other=0.0))
     target = gamma + chunk.to(tl.int64) * (HV * SIZE) + (head * SIZE)[None, :] + i[:, None]
     tl.store(target, total, mask=(head < HV)[None, :] & (i[:, None] >= 0))
 

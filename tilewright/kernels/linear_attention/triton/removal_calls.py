@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tilewright.kernels.linear_attention.chunks import CHUNK, ChunkTable, chunk_table
+from tilewright.kernels.linear_attention.chunks import CHUNK, chunk_table
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
 from tilewright.kernels.linear_attention.triton.calls import (
     absent,
@@ -15,7 +15,7 @@ from tilewright.kernels.linear_attention.triton.calls import (
     normalized_gradients,
     operand_dtype,
 )
-from tilewright.kernels.linear_attention.triton.channel_calls import SCORE_WARPS, channel_sums, struct
+from tilewright.kernels.linear_attention.triton.channel_calls import SCORE_WARPS, ChunksOfChannels, channel_sums, struct
 from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, TritonPass
 from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
@@ -26,14 +26,9 @@ SCORE_CHANNELS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class RemovalChunks:
-    """A call, by chunks; see ``removal_kernels`` for the arrays."""
+class RemovalChunks(ChunksOfChannels):
+    """A call with a removal; see ``removal_kernels`` for the arrays."""
 
-    inputs: LinearAttentionInputs
-    table: ChunkTable
-    query: jax.Array
-    key: jax.Array
-    gamma: jax.Array
     from_query: jax.Array
     from_read: jax.Array
     to_end: jax.Array
@@ -44,30 +39,9 @@ class RemovalChunks:
     inverse: jax.Array
 
     @property
-    def operand(self) -> Any:
-        return operand_dtype(self.inputs.value.dtype)
-
-    @property
     def states(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype of the states of all chunks, or of their gradients."""
-        inputs = self.inputs
-        shape = (self.table.num_chunks, inputs.value_heads, inputs.key_dim, inputs.value_dim)
-        return struct(shape, self.operand)
-
-    def constants(self, tile: TritonPass, block_k: int) -> dict[str, Any]:
-        """The constants of a pass over values."""
-        return {
-            "HV": self.inputs.value_heads,
-            "K": self.inputs.key_dim,
-            "V": self.inputs.value_dim,
-            "BLOCK_K": block_k,
-            "BLOCK_V": min(tile.block_v, power_of_two(self.inputs.value_dim, MIN_DOT)),
-            "PRECISION": tl_precision(),
-        }
-
-    def blocks(self, constants: dict[str, Any]) -> int:
-        """Blocks of V."""
-        return -(-self.inputs.value_dim // constants["BLOCK_V"])
+        return struct(self.per_chunk(self.inputs.key_dim, self.inputs.value_dim), self.operand)
 
 
 def chunked(inputs: LinearAttentionInputs) -> RemovalChunks:
@@ -236,7 +210,7 @@ def _pair_gradients(
     (found,) = launch(
         kernels.pair_gradients,
         [late, early, table.chunks],
-        [struct((table.num_chunks, inputs.value_heads, CHUNK, CHUNK), chunks.operand)],
+        [struct(chunks.per_chunk(CHUNK, CHUNK), chunks.operand)],
         grid=[table.num_chunks * inputs.value_heads],
         constants={name: constants[name] for name in ("HV", "V", "BLOCK_V", "PRECISION")} | {"SCALE": scale},
         num_warps=tile.num_warps,

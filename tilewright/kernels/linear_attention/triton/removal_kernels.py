@@ -16,7 +16,8 @@ since a reads a state before it decays.
 import triton
 import triton.language as tl
 
-from tilewright.kernels.linear_attention.triton.channel_kernels import anchored, inverted, is_parted, sums_before
+from tilewright.kernels.linear_attention.inverse_kernels import invert_tiles
+from tilewright.kernels.linear_attention.triton.channel_kernels import anchored, is_parted, sums_before
 from tilewright.kernels.linear_attention.triton.forward_kernels import solved
 
 SIZE = tl.constexpr(64)
@@ -87,7 +88,7 @@ def removal_scores(
         tl.store(key_pairs + of_pair, by_key.to(operand))
         tl.store(write_pairs + of_pair, by_write.to(operand))
         tl.store(read_pairs + of_pair, read_key.to(operand))
-        tl.store(inverse + of_pair, inverted(-read_write, INVERSE))
+        tl.store(inverse + of_pair, invert_tiles(-read_write, tl.float32, INVERSE))
 
 
 @triton.jit
