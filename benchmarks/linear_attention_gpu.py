@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks.common import interleaved, queued, record
 from tilewright.kernels.linear_attention.cases import LinearAttentionCase
@@ -78,11 +77,13 @@ def program(backend: Any, direction: Direction, params: Any) -> Callable[..., An
     return jax.jit(lambda inputs, cotangents: backend.backward(inputs, none, cotangents, params))
 
 
-def error(got: Any, want: Any) -> float:
+@jax.jit
+def error(got: Any, want: Any) -> jax.Array:
     """The greatest norm of an error relative to that of the exact values."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    found = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs]
-    return max(float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30)) for x, y in found)
+    found = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in pairs]
+    norms = [(jnp.linalg.norm(x - y), jnp.linalg.norm(y)) for x, y in ((x.ravel(), y.ravel()) for x, y in found)]
+    return jnp.stack([apart / jnp.maximum(norm, 1e-30) for apart, norm in norms]).max()
 
 
 def exact(inputs: LinearAttentionInputs, cotangents: LinearAttentionResults, direction: Direction) -> Any:
@@ -91,7 +92,7 @@ def exact(inputs: LinearAttentionInputs, cotangents: LinearAttentionResults, dir
     backend: Any = next(each.backend for each in KERNEL.backends if each.name == "xla")
     with jax.default_matmul_precision("highest"):
         params = backend.heuristic(inputs.structs, current_device(), direction)
-        return jax.device_get(program(backend, direction, params)(*wide))
+        return program(backend, direction, params)(*wide)
 
 
 def measured(case: LinearAttentionCase, direction: Direction, sweep: bool, rounds: int, calls: int) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def measured(case: LinearAttentionCase, direction: Direction, sweep: bool, round
         for params in listed:
             name = f"{backend.name} {params}"
             run = program(backend, direction, params)
-            errors[name] = error(run(inputs, cotangents), want)
+            errors[name] = float(error(run(inputs, cotangents), want))
             runs[name] = queued(run, (inputs, cotangents), calls)
     timings = interleaved(runs, rounds)
     return {
@@ -125,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sweep", action="store_true", help="time every candidate")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=10, help="calls that are queued")
+    parser.add_argument("--name", default="linear_attention_gpu", help="of the recorded file")
     given = parser.parse_args(argv)
     cells: list[dict[str, Any]] = []
     directions: tuple[Direction, ...] = ("forward", "backward")
@@ -136,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for key, each in sorted(found.items(), key=lambda item: item[1]["seconds"]):
                 print(f"{name:28} {direction:8} {each['seconds'] * 1e3:9.3f} ms  error {each['error']:.1e}  {key}")
             print(f"{time.perf_counter() - begun:.0f} s", flush=True)
-            record("linear_attention_gpu", {"rounds": given.rounds, "calls": given.calls, "cells": cells})
+            record(given.name, {"rounds": given.rounds, "calls": given.calls, "cells": cells})
 
 
 if __name__ == "__main__":
