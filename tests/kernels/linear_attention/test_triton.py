@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from tests.kernels.conformance import check_candidates
 from tests.kernels.conftest import A100, H100, RTX5090
-from tests.kernels.linear_attention.conformance import exact, inputs_of
+from tests.kernels.linear_attention.conformance import check_contained, exact, inputs_of
 from tests.kernels.linear_attention.gpu_conformance import CASES, SMALL, GpuConformance, relative_error
 from tilewright.kernels.linear_attention.chunks import chunk_table, segment_table
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, with_identity
@@ -355,3 +355,16 @@ def test_params_are_checked(wrong: tuple[Any, ...]):
         TritonLinearAttentionParams(TritonPass(16), None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="segment must not be negative, got -1"):
         dataclasses.replace(PARAMS, segment=-1)
+
+
+@pytest.mark.parametrize(
+    ("gate", "update", "params"),
+    [
+        ("none", "add", PARAMS), ("none", "delta", PARAMS), ("token", "delta", SPLIT), ("channel", "delta", PARAMS),
+        ("channel", "removal", PARAMS), ("channel", "bonus", PARAMS),
+    ],
+)  # fmt: skip
+def test_tokens_that_are_not_finite(gate: Any, update: Any, params: TritonLinearAttentionParams):
+    length = 40 + 30 * (params is SPLIT)
+    case = dataclasses.replace(SMALL, heads=2, length=length, gate=gate, update=update)
+    check_contained(lambda inputs: outputs(inputs, params), case, 21)

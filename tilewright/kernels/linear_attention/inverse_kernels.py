@@ -2,7 +2,8 @@
 """The triangular inverse of the delta rule in Triton, one chunk of one key head per program.
 
   L     ``tril(β_i k_i · k_j, -1)`` of the tokens of a chunk, [64, 64]; the rows of what is not a token are 0
-  T0    ``(I + L)⁻¹``, lower triangular with ones on the diagonal: no gate is in it, since ``T = Γ ⊙ T0``
+  T0    ``(I + L)⁻¹``, lower triangular with ones on the diagonal: no gate is in it, since ``T = Γ ⊙ T0``; NaN from the
+        first row on whose row of L is not finite
 
 With float16 operands the blocks of 16 on the diagonal are inverted by forward substitution in float32, all four at
 once. Two merges follow, of blocks of 16 and then of 32: with X the inverse of the blocks and M the blocks of L below
@@ -13,6 +14,8 @@ and the only merge multiplies these. Powers of L would need none of it, but lose
 
 import triton
 import triton.language as tl
+
+from tilewright.kernels.linear_attention.gate_kernels import broken_from, finite, first_broken
 
 SIZE = tl.constexpr(64)
 
@@ -117,6 +120,7 @@ def chunk_inverse(
             value_head = head * group + member
             strength = tl.load(beta + first * HV + value_head + i * HV, mask=inside, other=0.0).to(tl.float32)
             lower = tl.where(below, strength[:, None] * products, 0.0)
+            broken, lower = first_broken(lower, None), finite(lower)
             inverse = invert_narrow(lower) if out.dtype.element_ty == tl.float16 else invert_wide(lower)
             target = out + (chunk.to(tl.int64) * HV + value_head) * (SIZE * SIZE)
-            tl.store(target + place, inverse.to(out.dtype.element_ty))
+            tl.store(target + place, broken_from(inverse, broken).to(out.dtype.element_ty))

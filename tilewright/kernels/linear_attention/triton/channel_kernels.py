@@ -23,9 +23,9 @@ Operands and sums are as in ``forward_kernels``; grids have one axis, of (chunk 
 import triton
 import triton.language as tl
 
-from tilewright.kernels.linear_attention.gate_kernels import sums_of_decays
+from tilewright.kernels.linear_attention.gate_kernels import broken_from, finite, first_broken, sums_of_decays
 from tilewright.kernels.linear_attention.inverse_kernels import invert_tiles
-from tilewright.kernels.linear_attention.triton.forward_kernels import solved
+from tilewright.kernels.linear_attention.triton.forward_kernels import applied, solved_updates
 
 SIZE = tl.constexpr(64)
 LEVELS = tl.constexpr(6)
@@ -127,8 +127,10 @@ def channel_scores(
         tl.store(scores + of_pair, by_query.to(operand))
         if DELTA:
             strength = tl.load(beta + first * HV + head + i * HV, inside, other=0.0).to(tl.float32)
+            lower = strength[:, None] * by_key
             # Not in float16: elements of strong decays are small, and nothing that they stand for is dropped.
-            tl.store(inverse + of_pair, invert_tiles(strength[:, None] * by_key, tl.float32, INVERSE))
+            solve = invert_tiles(finite(lower), tl.float32, INVERSE)
+            tl.store(inverse + of_pair, broken_from(solve, first_broken(lower, None)))
 
 
 @triton.jit
@@ -164,7 +166,7 @@ def channel_states(
             solve = tl.load(inverse + place * (SIZE * SIZE) + i[:, None] * SIZE + i[None, :])
             strength = tl.load(beta + first * HV + head + i * HV, inside, other=0.0).to(tl.float32)
             expected = tl.dot(keys, narrow, input_precision=PRECISION)
-            update = solved(solve, strength[:, None] * (update - expected), operand, PRECISION)
+            update = solved_updates(solve, strength[:, None] * (update - expected), operand, PRECISION)
             tl.store(updates + (first * HV + head) * V + of_value, update.to(operand), value_inside)
         ends = tl.load(to_end + place * (SIZE * K) + of_token, token_inside, other=0.0)
         last = tl.load(gamma + place * (SIZE * K) + (SIZE - 1) * K + k, k < K, other=0.0)
@@ -203,5 +205,5 @@ def channel_outputs(
             result = tl.dot(queries, state, result, input_precision=PRECISION)
         pairs = tl.load(scores + place * (SIZE * SIZE) + i[:, None] * SIZE + i[None, :])
         update = tl.load(updates + values + of_value, (i < tokens)[:, None] & (v < V)[None, :], other=0.0).to(operand)
-        result = tl.dot(pairs, update, result, input_precision=PRECISION)
+        result = applied(pairs, update, result, PRECISION)
     tl.store(out + values + of_value, result.to(out.dtype.element_ty), (i < rows)[:, None] & (v < V)[None, :])

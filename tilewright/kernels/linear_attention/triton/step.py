@@ -23,7 +23,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 POOL_DTYPES = ("bfloat16", "float32")
 
-KEPT = 64
+KEPT = 128
 """Elements of a state that a thread may hold in registers; more would spill."""
 
 MAX_KEY_DIM = 2048
@@ -96,7 +96,10 @@ class TritonLinearAttentionStep(InferenceBackend[StepInputs, Stepped, TritonStep
         programs = inputs.batch * inputs.value_heads * -(-inputs.value_dim // block_v)
         while programs < 2 * device.cores and block_v > least:
             block_v, programs = block_v // 2, programs * 2
-        return TritonStepParams(block_v, _warps(block_k * block_v))
+        # A step is bound by instructions, not by memory, with small states or many tokens. A thread that has more
+        # elements of a state has fewer instructions for each: its own sums are longer, and those over threads fewer.
+        elements = 32 if size == 4 and inputs.tokens == 1 else 64
+        return TritonStepParams(block_v, _warps(block_k * block_v, elements))
 
     def candidates(self, inputs: StepInputs, device: Device, direction: Direction) -> Iterable[TritonStepParams]:
         best = self.heuristic(inputs, device, direction)
@@ -126,9 +129,9 @@ class TritonLinearAttentionStep(InferenceBackend[StepInputs, Stepped, TritonStep
         return out[0], pool[0]
 
 
-def _warps(elements: int) -> int:
-    """Warps of a program of so many elements of a state: each of their threads has 32, and in the end 64."""
-    return min(max(elements // (32 * 32), 1), 8 if elements <= 8 * 32 * KEPT else 16)
+def _warps(elements: int, per_thread: int) -> int:
+    """Warps of a program of so many elements of a state; more per thread where there would be more than 8 warps."""
+    return min(max(elements // (32 * per_thread), 1), 8 if elements <= 8 * 32 * 64 else 16)
 
 
 def _run(
