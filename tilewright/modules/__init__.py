@@ -77,6 +77,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "tilewright.kernels.paged_attention.shared_prefix": ("shared_prefix_page_attention",),
     "tilewright.kernels.permutation.ops.permute": ("Permute", "permute"),
     "tilewright.kernels.permutation.ops.unpermute": ("Unpermute", "unpermute"),
+    "tilewright.kernels.quantize.op": ("Quantize", "quantize"),
+    "tilewright.kernels.quantize.quantized": ("Quantized",),
     "tilewright.kernels.rope.op": ("Rope", "rope"),
     "tilewright.kernels.rope.scaling": (
         "LinearScaling",
