@@ -1,6 +1,7 @@
 """Codes of few bits with the scales that they are multiplied by."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -9,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.typing import DTypeLike
 
 type Format = Literal["e4m3", "e5m2", "int8"]
@@ -43,7 +45,7 @@ FORMATS: Mapping[str, Codes] = MappingProxyType(
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Quantized:
     """An array as codes of few bits and scales: ``(values − zeros) · scales``; a pytree.
 
@@ -94,6 +96,18 @@ class Quantized:
         return (values * expanded(self.scales.astype(wide), self.block, self.shape)).astype(dtype)
 
 
+export.register_pytree_node_serialization(
+    Quantized,
+    serialized_name="tilewright.Quantized",
+    serialize_auxdata=lambda described: json.dumps(described).encode(),
+    deserialize_auxdata=lambda blob: _described(*json.loads(blob)),
+)
+
+
+def _described(format: str, block: list[int | None]) -> tuple[str, tuple[int | None, ...]]:
+    return format, tuple(block)
+
+
 def by_axis(block: tuple[int | None, ...], shape: tuple[Any, ...]) -> tuple[int | None, ...]:
     """The elements of every axis that share a scale, from those of the last axes."""
     return (1,) * (len(shape) - len(block)) + block
@@ -102,14 +116,21 @@ def by_axis(block: tuple[int | None, ...], shape: tuple[Any, ...]) -> tuple[int 
 def scales_shape(block: tuple[int | None, ...], shape: tuple[Any, ...]) -> tuple[Any, ...]:
     """The shape of the scales of an array of ``shape``."""
     pairs = zip(by_axis(block, shape), shape, strict=True)
-    return tuple(1 if each is None else -(-size // each) for each, size in pairs)
+    return tuple(1 if each is None else blocks(size, each) for each, size in pairs)
+
+
+def blocks(size: Any, each: int) -> Any:
+    """The number of blocks of an axis, the last of which may be short; the size may be a symbol."""
+    return size if each == 1 else (size + each - 1) // each
 
 
 def expanded(scales: jax.Array, block: tuple[int | None, ...], shape: tuple[Any, ...]) -> jax.Array:
     """The scales of all elements of an array of ``shape``, or what broadcasts to them."""
     for axis, each in enumerate(by_axis(block, shape)):
         if each is not None and each > 1:
-            scales = jnp.repeat(scales, each, axis=axis, total_repeat_length=each * scales.shape[axis])
+            before, count, after = scales.shape[:axis], scales.shape[axis], scales.shape[axis + 1 :]
+            repeated = jnp.broadcast_to(jnp.expand_dims(scales, axis + 1), (*before, count, each, *after))
+            scales = repeated.reshape(*before, count * each, *after)
             scales = jax.lax.slice_in_dim(scales, 0, shape[axis], axis=axis)
     return scales
 

@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 
 from tilewright.kernels.quantize.inputs import QuantizeInputs, QuantizeResults
-from tilewright.kernels.quantize.quantized import Codes, Quantized, by_axis, expanded, exponent, mantissa_bits
+from tilewright.kernels.quantize.quantized import Codes, Quantized, blocks, by_axis, expanded, exponent, mantissa_bits
 
 TINY = float(np.finfo(np.float32).tiny)
 """The least normal float32: XLA flushes what is smaller on CPUs, so elements below count as zeros on every device."""
@@ -51,7 +51,7 @@ def scales_of(amax: jax.Array, codes: Codes, power_of_two: bool) -> tuple[jax.Ar
         # By a constant's reciprocal: XLA would make this of a division on some devices, and not on others.
         scales = jnp.maximum(amax * np.float32(1 / codes.largest), TINY)
         inverse = 1.0 / scales
-    return tuple(jnp.where(amax == 0.0, 1.0, each) for each in (scales, inverse))
+    return jnp.where(amax == 0.0, 1.0, scales), jnp.where(amax == 0.0, 1.0, inverse)
 
 
 def _maxima(x: jax.Array, block: tuple[int | None, ...]) -> jax.Array:
@@ -60,7 +60,8 @@ def _maxima(x: jax.Array, block: tuple[int | None, ...]) -> jax.Array:
         if each is None:
             x = jnp.max(x, axis, keepdims=True, initial=0)
         elif each > 1:
-            x = jnp.pad(x, [(0, -x.shape[axis] % each if i == axis else 0) for i in range(x.ndim)])
-            x = x.reshape(*x.shape[:axis], x.shape[axis] // each, each, *x.shape[axis + 1 :])
+            size, count = x.shape[axis], blocks(x.shape[axis], each)
+            x = jnp.pad(x, [(0, count * each - size if i == axis else 0) for i in range(x.ndim)])
+            x = x.reshape(*x.shape[:axis], count, each, *x.shape[axis + 1 :])
             x = jnp.max(x, axis + 1, initial=0)
     return x
