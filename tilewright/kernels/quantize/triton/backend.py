@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from tilewright.kernels.op.backend import InferenceBackend
 from tilewright.kernels.op.choice import Platform
@@ -44,14 +45,16 @@ class TritonQuantizeParams:
     Attributes:
       block_rows, block_columns: the tile of a program.
       num_warps: warps of a program.
+      part_rows: rows of a tile that are converted at once, where both orientations are made of it.
     """
 
     block_rows: int
     block_columns: int
     num_warps: int
+    part_rows: int = 32
 
     def __post_init__(self) -> None:
-        limits = {"block_rows": 1024, "block_columns": MOST_COLUMNS, "num_warps": 32}
+        limits = {"block_rows": 1024, "block_columns": MOST_COLUMNS, "num_warps": 32, "part_rows": 128}
         for name, maximum in limits.items():
             value = getattr(self, name)
             if type(value) is not int or value & (value - 1) or not 1 <= value <= maximum:
@@ -63,7 +66,8 @@ class Tiling(NamedTuple):
 
     Attributes:
       batch, rows, columns: the array as the kernels see it.
-      covers, transposed: what shares a scale within a tile, as in ``kernels.quantize``.
+      covers: what shares a scale within a tile, as in ``kernels.quantize``.
+      transposed: True for both orientations.
       given: True if that is more than a tile, so that a pass before it finds the maxima.
     """
 
@@ -71,7 +75,7 @@ class Tiling(NamedTuple):
     rows: int
     columns: int
     covers: str
-    transposed: str
+    transposed: bool
     given: bool
 
 
@@ -79,7 +83,7 @@ def tiling(inputs: QuantizeInputs) -> Tiling:
     """How a call is cut into tiles."""
     shape = tuple(inputs.x.shape)
     covers = "tile" if inputs.is_uniform else "row" if inputs.axis == -1 else "column"
-    transposed = "" if not inputs.transposed else "tile" if inputs.is_uniform else "column"
+    transposed = inputs.transposed
     has_columns = covers == "column" or transposed or (covers == "tile" and inputs.scaling == "block")
     leading = shape[:-2] if has_columns else ()
     batch, columns = math.prod(leading), shape[-1]
@@ -110,21 +114,25 @@ class TritonQuantize(InferenceBackend[QuantizeInputs, QuantizeResults, TritonQua
         parts = tiling(inputs)
         if parts.covers == "row" and not parts.transposed and not parts.given:
             return _rows_candidates(inputs, parts, device)
-        down = SCALE_BLOCK if parts.transposed or inputs.scaling == "block" else 64
-        found = [TritonQuantizeParams(down, SCALE_BLOCK, 8), TritonQuantizeParams(down, SCALE_BLOCK, 16)]
-        if not parts.transposed and parts.covers != "tile":
-            found += [TritonQuantizeParams(down, 64, 4), TritonQuantizeParams(down, 64, 8)]
-        if parts.given:
-            found += [TritonQuantizeParams(64, 64, 4), TritonQuantizeParams(32, 128, 4)]
-        return list(dict.fromkeys(found))
+        if parts.transposed:
+            pairs = ((8, 32), (8, 64), (4, 32), (16, 32), (16, 64), (4, 16), (8, 16))
+            return [TritonQuantizeParams(SCALE_BLOCK, SCALE_BLOCK, warps, rows) for warps, rows in pairs]
+        down = SCALE_BLOCK if inputs.scaling == "block" else 64
+        across = (64, 128) if parts.covers == "column" else (128, 64) if parts.given else (128,)
+        found = [TritonQuantizeParams(down, width, down * width // 1024) for width in across]
+        found += [TritonQuantizeParams(down, width, down * width // 512) for width in across]
+        return found + ([TritonQuantizeParams(32, 128, 4)] if parts.given else [])
 
     def config_reasons(
         self, inputs: QuantizeInputs, device: Device, direction: Direction, params: TritonQuantizeParams
     ) -> list[str]:
         parts, reasons = tiling(inputs), []
-        kept = -(-params.block_rows * params.block_columns // (32 * params.num_warps))
+        rows = min(params.part_rows, params.block_rows) if parts.transposed else params.block_rows
+        kept = -(-rows * params.block_columns // (32 * params.num_warps))
         if kept > KEPT:
             reasons.append(f"{kept} elements of each thread do not fit into registers; at most {KEPT} do")
+        if parts.transposed and params.block_rows % params.part_rows:
+            reasons.append(f"a tile has whole parts, got {params}")
         if parts.given:
             return reasons
         across = SCALE_BLOCK if inputs.scaling == "block" else power_of_two(parts.columns)
@@ -173,50 +181,47 @@ def _quantized(x: jax.Array, inputs: QuantizeInputs, parts: Tiling, params: Trit
 
     mapped, batch, rows, columns = x.shape
     of_first, of_second = _maxima(x, inputs, parts) if parts.given else (None, None)
-    # Elements of the last two axes that share a scale, as scales are stored: all of them with given maxima.
+    # Elements of the last two axes that share a scale, as the kernels store scales.
     covered = inputs.covered if inputs.scaling != "tensor" else (None, None)
-    first = scales_shape(covered, (mapped, batch, rows, columns))
-    second = scales_shape(covered, (mapped, batch, columns, rows)) if parts.transposed else (1,)
-    codes = inputs.codes
-    outputs = [
-        jax.ShapeDtypeStruct(x.shape, codes.dtype),
-        jax.ShapeDtypeStruct(first, jnp.float32),
-        jax.ShapeDtypeStruct((mapped, batch, columns, rows) if parts.transposed else (1,), codes.dtype),
-        jax.ShapeDtypeStruct(second, jnp.float32),
-    ]
-    tiles = -(-rows // params.block_rows) * -(-columns // params.block_columns)
+    codes, native = inputs.codes, (current_device().capability or NATIVE) >= NATIVE
+    # Triton takes no array of e4m3 on a GPU without instructions for it.
+    as_bytes = inputs.format == "e4m3" and not native
+    dtype = jnp.dtype(jnp.int8) if as_bytes else codes.dtype
     absent = jnp.zeros((0,), jnp.int32)
-    values, scales, values_t, scales_t = launch(
-        kernels.quantize,
-        [x, absent if of_first is None else of_first, absent if of_second is None else of_second],
-        outputs,
-        grid=[mapped * batch * tiles],
-        scalars={"rows": rows},
+    shapes = [x.shape] + ([(mapped, batch, columns, rows)] if parts.transposed else [])
+    unit = math.gcd(rows, 16) if parts.transposed else 1
+    found = launch(
+        kernels.quantize_both if parts.transposed else kernels.quantize,
+        [x, *(absent if each is None else each for each in (of_first, of_second)[: len(shapes)])],
+        [
+            each
+            for shape in shapes
+            for each in (
+                jax.ShapeDtypeStruct(shape, dtype),
+                jax.ShapeDtypeStruct(scales_shape(covered, shape), jnp.float32),
+            )
+        ],
+        grid=[mapped * batch * -(-rows // params.block_rows) * -(-columns // params.block_columns)],
+        scalars={"row_units" if parts.transposed else "rows": rows // unit},
         constants={
             "columns": columns,
             "block_rows": params.block_rows,
             "block_columns": params.block_columns,
             "covers": parts.covers,
-            "covers_transposed": parts.transposed,
             "given": parts.given,
             "format": inputs.format,
             "largest": codes.largest,
             "mantissa": mantissa_bits(codes.largest),
             "exponent": exponent(codes.largest),
             "power_of_two": inputs.power_of_two,
-            "native": (current_device().capability or NATIVE) >= NATIVE,
-        },
+            "native": native,
+        }
+        | ({"row_unit": unit, "part_rows": params.part_rows} if parts.transposed else {}),
         num_warps=params.num_warps,
         num_stages=1,
     )
-    if not parts.transposed:
-        return values, _one_of(scales, inputs)
-    return (
-        values,
-        _one_of(scales, inputs),
-        values_t,
-        _one_of(scales if parts.given and of_second is None else scales_t, inputs),
-    )
+    values = [lax.bitcast_convert_type(each, codes.dtype) if as_bytes else each for each in found[::2]]
+    return [each for pair in zip(values, (_one_of(s, inputs) for s in found[1::2]), strict=True) for each in pair]
 
 
 def _one_of(scales: jax.Array, inputs: QuantizeInputs) -> jax.Array:
@@ -230,7 +235,7 @@ def _maxima(x: jax.Array, inputs: QuantizeInputs, parts: Tiling) -> tuple[Any, A
 
     mapped, batch, rows, columns = x.shape
     by_row = parts.covers == "row"
-    by_column = "column" in (parts.covers, parts.transposed)
+    by_column = parts.covers == "column" or (parts.transposed and by_row)
     block_rows, block_columns = MAXIMA
     down, across = -(-rows // block_rows), -(-columns // block_columns)
     programs = 8 * max(current_device().cores, 1)

@@ -96,17 +96,13 @@ def _place(rows, columns: tl.constexpr, block_rows: tl.constexpr, block_columns:
 def quantize(
     x,
     amax,
-    amax_transposed,
     rows,
     values,
     scales,
-    values_transposed,
-    scales_transposed,
     columns: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
     covers: tl.constexpr,
-    covers_transposed: tl.constexpr,
     given: tl.constexpr,
     format: tl.constexpr,
     largest: tl.constexpr,
@@ -117,72 +113,142 @@ def quantize(
 ):
     """Writes the codes and scales of a tile.
 
-    ``covers`` says what shares a scale: "row" the tile's elements of a row, "column", "tile", or "all" elements of the
-    batch element; ``covers_transposed`` is "" for one orientation, or in the tile's terms what the other one's share.
-    With ``given`` the maxima are of whole rows, columns or arrays, and are operands.
+    ``covers`` says what shares a scale: the "row" or the "column" of the tile, or all of the "tile". With ``given`` it
+    is all of the row, the column or the batch element, whose maximum is an operand.
     """
     batch, row_tile, column_tile = _place(rows, columns, block_rows, block_columns, 1)
-    row_tiles = tl.cdiv(rows, block_rows)
-    column_tiles: tl.constexpr = (columns + block_columns - 1) // block_columns
     row = row_tile * block_rows + tl.arange(0, block_rows)[:, None]
     column = column_tile * block_columns + tl.arange(0, block_columns)[None, :]
     inside = (row < rows) & (column < columns)
     at = (batch.to(tl.int64) * rows + row) * columns + column
-    loaded = tl.load(x + at, mask=inside, other=0.0)
-    tile = loaded.to(tl.float32)
-
+    tile = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    # The scale's place among [batch, lines, tiles along a line], and whether this tile is the one that writes it.
+    line = tl.zeros((1, 1), tl.int32)
+    row_tiles, column_tiles = tl.cdiv(rows, block_rows), (columns + block_columns - 1) // block_columns
     if covers == "row":
-        index = batch.to(tl.int64) * rows + row
-        if given:
-            bits = tl.load(amax + index, mask=row < rows, other=0)
-            scale, inverse = _scale(bits, largest, mantissa, exponent, power_of_two)
-            tl.store(scales + index, scale, mask=(row < rows) & (column_tile == 0))
-        else:
-            bits = tl.max(_magnitudes(tile, format), 1, keep_dims=True)
-            scale, inverse = _scale(bits, largest, mantissa, exponent, power_of_two)
-            tl.store(scales + index * column_tiles + column_tile, scale, mask=row < rows)
+        lines, line, tiles, tile_index = rows, row, column_tiles, column_tile
     elif covers == "column":
-        if given:
-            index = batch.to(tl.int64) * columns + column
-            bits = tl.load(amax + index, mask=column < columns, other=0)
-            scale, inverse = _scale(bits, largest, mantissa, exponent, power_of_two)
-            tl.store(scales + index, scale, mask=(column < columns) & (row_tile == 0))
-        else:
-            bits = tl.max(_magnitudes(tile, format), 0, keep_dims=True)
-            scale, inverse = _scale(bits, largest, mantissa, exponent, power_of_two)
-            index = (batch.to(tl.int64) * row_tiles + row_tile) * columns + column
-            tl.store(scales + index, scale, mask=column < columns)
+        lines, line, tiles, tile_index = columns, column, row_tiles, row_tile
     else:
-        first = tl.zeros((1, 1), tl.int32)
-        if given:
-            bits = tl.load(amax + batch + first)
-            scale, inverse = _scale(bits, largest, mantissa, exponent, power_of_two)
-            tl.store(scales + batch + first, scale, mask=(first + row_tile + column_tile) == 0)
-        else:
-            bits = tl.max(tl.max(_magnitudes(tile, format), 1, keep_dims=True), 0, keep_dims=True)
-            scale, inverse = _scale(bits, largest, mantissa, exponent, power_of_two)
-            index = (batch.to(tl.int64) * row_tiles + row_tile) * column_tiles + column_tile
-            tl.store(scales + index + first, scale)
-            if covers_transposed != "":
-                index = (batch.to(tl.int64) * column_tiles + column_tile) * row_tiles + row_tile
-                tl.store(scales_transposed + index + first, scale)
+        lines, line, tiles, tile_index = 1, line, row_tiles * column_tiles, row_tile * column_tiles + column_tile
+    index = batch.to(tl.int64) * lines + line
+    if given:
+        bits = tl.load(amax + index, mask=line < lines, other=0)
+    else:
+        bits = _magnitudes(tile, format)
+        if covers != "column":
+            bits = tl.max(bits, 1, keep_dims=True)
+        if covers != "row":
+            bits = tl.max(bits, 0, keep_dims=True)
+    scale, inverse = _scale(bits, largest, mantissa, exponent, power_of_two)
+    if given:
+        tl.store(scales + index, scale, mask=(line < lines) & (tile_index == 0))
+    elif covers == "column":
+        tl.store(scales + (batch.to(tl.int64) * tiles + tile_index) * lines + line, scale, mask=line < lines)
+    else:
+        tl.store(scales + index * tiles + tile_index, scale, mask=line < lines)
     _store(values, at, _codes(tile, inverse, format, largest, native), inside)
 
-    if covers_transposed != "":
-        down = row_tile * block_rows + tl.arange(0, block_rows)[None, :]
-        across = column_tile * block_columns + tl.arange(0, block_columns)[:, None]
-        turned = tl.trans(loaded).to(tl.float32)
-        if covers_transposed == "column":
-            index = batch.to(tl.int64) * columns + across
+
+@triton.jit
+def quantize_both(
+    x,
+    amax,
+    amax_transposed,
+    row_units,
+    values,
+    scales,
+    values_transposed,
+    scales_transposed,
+    row_unit: tl.constexpr,
+    columns: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+    part_rows: tl.constexpr,
+    covers: tl.constexpr,
+    given: tl.constexpr,
+    format: tl.constexpr,
+    largest: tl.constexpr,
+    mantissa: tl.constexpr,
+    exponent: tl.constexpr,
+    power_of_two: tl.constexpr,
+    native: tl.constexpr,
+):
+    """Writes the codes and scales of a tile and of its transpose, in parts of ``part_rows`` rows.
+
+    ``covers`` is "row", and then the other orientation's scales are of columns, or "tile", where both have the same
+    codes. Parts stay in registers as they were loaded until the maxima of columns are known. Rows are a multiple of
+    ``row_unit``, which tells the compiler how many bytes of a column are stored at once.
+    """
+    rows = row_units * row_unit
+    batch, row_tile, column_tile = _place(rows, columns, block_rows, block_columns, 1)
+    row_tiles = tl.cdiv(rows, block_rows)
+    column_tiles: tl.constexpr = (columns + block_columns - 1) // block_columns
+    parts: tl.constexpr = block_rows // part_rows
+    column = column_tile * block_columns + tl.arange(0, block_columns)[None, :]
+    across = column_tile * block_columns + tl.arange(0, block_columns)[:, None]
+    wide = batch.to(tl.int64)
+    first = tl.zeros((1, 1), tl.int32)
+    greatest = tl.zeros((1, block_columns), tl.int32)
+    loaded = ()
+    for part in tl.static_range(parts):
+        row = row_tile * block_rows + part * part_rows + tl.arange(0, part_rows)[:, None]
+        inside = (row < rows) & (column < columns)
+        at = (wide * rows + row) * columns + column
+        this = tl.load(x + at, mask=inside, other=0.0)
+        loaded += (this,)
+        if covers == "row":
+            tile = this.to(tl.float32)
+            bits = _magnitudes(tile, format)
             if given:
-                bits = tl.load(amax_transposed + index, mask=across < columns, other=0)
-                scale, inverse = _scale(bits, largest, mantissa, exponent, power_of_two)
-                tl.store(scales_transposed + index, scale, mask=(across < columns) & (row_tile == 0))
+                of_row = tl.load(amax + wide * rows + row, mask=row < rows, other=0)
             else:
-                bits = tl.max(_magnitudes(turned, format), 1, keep_dims=True)
-                scale, inverse = _scale(bits, largest, mantissa, exponent, power_of_two)
-                tl.store(scales_transposed + index * row_tiles + row_tile, scale, mask=across < columns)
-        at = (batch.to(tl.int64) * columns + across) * rows + down
+                greatest = tl.maximum(greatest, tl.max(bits, 0, keep_dims=True))
+                of_row = tl.max(bits, 1, keep_dims=True)
+            scale, inverse = _scale(of_row, largest, mantissa, exponent, power_of_two)
+            if given:
+                tl.store(scales + wide * rows + row, scale, mask=(row < rows) & (column_tile == 0))
+            else:
+                tl.store(scales + (wide * rows + row) * column_tiles + column_tile, scale, mask=row < rows)
+            _store(values, at, _codes(tile, inverse, format, largest, native), inside)
+        elif not given:
+            greatest = tl.maximum(greatest, tl.max(_magnitudes(this.to(tl.float32), format), 0, keep_dims=True))
+
+    if covers == "row":
+        line = wide * columns + across
+        if given:
+            of_column = tl.load(amax_transposed + line, mask=across < columns, other=0)
+        else:
+            of_column = tl.trans(greatest)
+        scale, inverse = _scale(of_column, largest, mantissa, exponent, power_of_two)
+        if given:
+            tl.store(scales_transposed + line, scale, mask=(across < columns) & (row_tile == 0))
+        else:
+            tl.store(scales_transposed + line * row_tiles + row_tile, scale, mask=across < columns)
+    else:
+        if given:
+            bits = tl.load(amax + batch + first)
+        else:
+            bits = tl.max(greatest, 1, keep_dims=True)
+        scale, inverse = _scale(bits, largest, mantissa, exponent, power_of_two)
+        if given:
+            is_first = (first + row_tile + column_tile) == 0
+            tl.store(scales + batch + first, scale, mask=is_first)
+            tl.store(scales_transposed + batch + first, scale, mask=is_first)
+        else:
+            tl.store(scales + (wide * row_tiles + row_tile) * column_tiles + column_tile + first, scale)
+            tl.store(scales_transposed + (wide * column_tiles + column_tile) * row_tiles + row_tile + first, scale)
+
+    for part in tl.static_range(parts):
+        start = row_tile * block_rows + part * part_rows
+        if covers == "tile":
+            row = start + tl.arange(0, part_rows)[:, None]
+            at = (wide * rows + row) * columns + column
+            codes = _codes(loaded[part].to(tl.float32), inverse, format, largest, native)
+            _store(values, at, codes, (row < rows) & (column < columns))
+        down = start + tl.arange(0, part_rows)[None, :]
+        turned = tl.trans(loaded[part]).to(tl.float32)
+        at = (wide * columns + across) * rows + down
         codes = _codes(turned, inverse, format, largest, native)
         _store(values_transposed, at, codes, (down < rows) & (across < columns))
 
