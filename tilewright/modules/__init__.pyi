@@ -46,6 +46,8 @@ from tilewright.kernels.paged_attention.ops.unified_attention import UnifiedAtte
 from tilewright.kernels.paged_attention.ops.update_pages import UpdatePages
 from tilewright.kernels.permutation.ops.permute import Permute
 from tilewright.kernels.permutation.ops.unpermute import Unpermute
+from tilewright.kernels.quantize.op import Quantize
+from tilewright.kernels.quantize.quantized import Format, Quantized, Scaling
 from tilewright.kernels.rope.op import Rope
 from tilewright.kernels.rope.scaling import (
     LinearScaling,
@@ -88,6 +90,8 @@ __all__ = [
     "NtkScaling",
     "PageAttention",
     "Permute",
+    "Quantize",
+    "Quantized",
     "RaggedDecodeAttention",
     "RaggedPageAttention",
     "RmsNorm",
@@ -145,6 +149,7 @@ __all__ = [
     "moe_mlp",
     "page_attention",
     "permute",
+    "quantize",
     "quantize_latents",
     "ragged_decode_attention",
     "ragged_page_attention",
@@ -1621,6 +1626,45 @@ def page_attention(
     platform: PlatformOption = None,
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
+@overload
+def quantize(
+    x: ArrayLike,
+    *,
+    format: Format = "e4m3",
+    scaling: Scaling = "tensor",
+    axis: int = -1,
+    block: tuple[int, int] | None = None,
+    power_of_two: bool = False,
+    transposed: Literal[False] = False,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Quantized: ...
+@overload
+def quantize(
+    x: ArrayLike,
+    *,
+    format: Format = "e4m3",
+    scaling: Scaling = "tensor",
+    axis: int = -1,
+    block: tuple[int, int] | None = None,
+    power_of_two: bool = False,
+    transposed: Literal[True],
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> tuple[Quantized, Quantized]: ...
+@overload
+def quantize(
+    x: ArrayLike,
+    *,
+    format: Format = "e4m3",
+    scaling: Scaling = "tensor",
+    axis: int = -1,
+    block: tuple[int, int] | None = None,
+    power_of_two: bool = False,
+    transposed: bool = False,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Quantized | tuple[Quantized, Quantized]: ...
 def quantize_latents(latents: ArrayLike) -> Array: ...
 @overload
 def ragged_decode_attention(

@@ -103,15 +103,13 @@ def inputs_of(shape, **options):
 
 @pytest.mark.parametrize("shape", [(8192, 4096), (3, 5, 70), (1, 30000), (40,), (4096, 14336), (1 << 20, 16)])
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_candidates_can_serve_the_call(shape, scaling, transposed):
-    if transposed and len(shape) < 2:
-        pytest.skip("one axis")
-    inputs = inputs_of(shape, scaling=scaling, transposed=transposed)
-    found = list(BACKEND.candidates(inputs, H100, "forward"))
-    assert found
-    for params in found:
-        assert not BACKEND.config_reasons(inputs, H100, "forward", params), (params, tiling(inputs))
+def test_candidates_can_serve_the_call(shape, scaling):
+    for options in ({}, {"transposed": True}, {"axis": -2}, {"block": (128, 128)})[: 4 if len(shape) > 1 else 1]:
+        inputs = inputs_of(shape, scaling=scaling, **options)
+        found = list(BACKEND.candidates(inputs, H100, "forward"))
+        assert found
+        for params in found:
+            assert not BACKEND.config_reasons(inputs, H100, "forward", params), (params, tiling(inputs))
 
 
 def test_params_round_trip_and_wrong_ones_are_refused():

@@ -115,7 +115,7 @@ class TritonQuantize(InferenceBackend[QuantizeInputs, QuantizeResults, TritonQua
         if parts.covers == "row" and not parts.transposed and not parts.given:
             return _rows_candidates(inputs, parts, device)
         if parts.transposed:
-            pairs = ((8, 32), (8, 64), (4, 32), (16, 32), (16, 64), (4, 16), (8, 16))
+            pairs = ((8, 16), (8, 32), (16, 32), (4, 16), (16, 64), (8, 64))
             return [TritonQuantizeParams(SCALE_BLOCK, SCALE_BLOCK, warps, rows) for warps, rows in pairs]
         down = SCALE_BLOCK if inputs.scaling == "block" else 64
         across = (64, 128) if parts.covers == "column" else (128, 64) if parts.given else (128,)
@@ -241,14 +241,14 @@ def _maxima(x: jax.Array, inputs: QuantizeInputs, parts: Tiling) -> tuple[Any, A
     programs = 8 * max(current_device().cores, 1)
     strip = min(max(mapped * batch * down * across // programs, 1), 16)
     strips = -(-down // strip)
-    of_columns = columns if by_column else across
+    shapes = (
+        (mapped * batch, across, rows) if by_row else (1,),
+        (mapped * batch, strips, columns) if by_column else (1,) if by_row else (mapped * batch, strips, across),
+    )
     of_rows, of_columns = launch(
         kernels.maxima,
         [x],
-        [
-            jax.ShapeDtypeStruct((mapped * batch, across, rows) if by_row else (1,), jnp.int32),
-            jax.ShapeDtypeStruct((1,) if by_row and not by_column else (mapped * batch, strips, of_columns), jnp.int32),
-        ],
+        [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
         grid=[mapped * batch * strips * across],
         scalars={"rows": rows},
         constants={
