@@ -9,10 +9,12 @@ from tilewright.kernels.matmul.arguments import floating, widened
 from tilewright.kernels.matmul.cases import CASES
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.op import MatmulKernel
+from tilewright.kernels.matmul.ops.quantized import matmul_of_quantized
 from tilewright.kernels.numerics.dots import result_dtype
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
 from tilewright.kernels.op.public import public_function
+from tilewright.kernels.quantize.quantized import Quantized
 from tilewright.ops.utils.stable_ids import stable_id
 
 
@@ -31,8 +33,8 @@ class Matmul(MatmulKernel):
 
     def prepare(
         self,
-        lhs: ArrayLike,
-        rhs: ArrayLike,
+        lhs: ArrayLike | Quantized,
+        rhs: ArrayLike | Quantized,
         *,
         transpose_lhs: bool = False,
         transpose_rhs: bool = False,
@@ -72,12 +74,14 @@ def matmul(*args: Any, **kwargs: Any) -> jax.Array:
     """A matmul, ``lhs · rhs``, with sums in float32.
 
     Args:
-      lhs: ``[..., k]``, floating-point.
-      rhs: ``[k, n]``, floating-point.
+      lhs: ``[..., k]``, floating-point; ``Quantized`` along k if rhs is. Such a matmul of float8 is a call of
+        ``grouped_matmul`` with one group, with its platforms and configs; one of int8 is XLA's, with sums in int32.
+      rhs: ``[k, n]``, floating-point; ``Quantized`` with one scale, one for each column, or one for each block of
+        128 × 128.
       transpose_lhs: lhs is ``[k, m]``.
       transpose_rhs: rhs is ``[n, k]``.
       precision: as in ``jax.lax.dot``, of one value for both operands.
-      preferred_element_type: the dtype of the result; by default that of the operands.
+      preferred_element_type: the dtype of the result; by default that of the operands, and bfloat16 for codes.
       platform: None or "auto" takes the best that can serve the call; a name is strict, several are tried in order.
       cfg: a config to use instead of the selected one.
 
@@ -88,4 +92,7 @@ def matmul(*args: Any, **kwargs: Any) -> jax.Array:
       ValueError, TypeError: a wrong argument; the message holds its value.
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
+    operands = (*args[:2], kwargs.get("lhs"), kwargs.get("rhs"))
+    if any(isinstance(each, Quantized) for each in operands):
+        return matmul_of_quantized(*args, **kwargs)
     return MATMUL(*args, **kwargs)
