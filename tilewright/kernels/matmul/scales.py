@@ -62,6 +62,12 @@ def of_lhs(lhs: Quantized) -> jax.Array:
     return jnp.broadcast_to(quantized.expanded(lhs.scales, (*block[:-1], 1), blocks), blocks)
 
 
+def is_by_rows(lhs: Quantized) -> bool:
+    """True if ``[..., rows, k]`` has a scale for each row."""
+    *across, along = quantized.by_axis(lhs.block, lhs.shape)
+    return along is None and all(each == 1 for each in across)
+
+
 def of_rhs(rhs: Quantized, transposed: bool) -> tuple[jax.Array | None, jax.Array | None]:
     """The scale of matrices ``[..., k, n]``, or ``[..., n, k]``: what matmuls take, and what their columns are times.
 

@@ -3,16 +3,14 @@
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from tilewright.kernels.matmul.arguments import CONTENTS, floating, grouping, scale_array, widened
+from tilewright.kernels.matmul.arguments import CONTENTS, floating, grouping, scale_array, scaled_dtype, widened
 from tilewright.kernels.matmul.cases import GROUPED_CASES
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.op import MatmulKernel
 from tilewright.kernels.matmul.scales import check_quantized, of_lhs, of_rhs
-from tilewright.kernels.numerics.dots import result_dtype
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
 from tilewright.kernels.op.public import public_function
@@ -69,10 +67,7 @@ class GroupedMatmul(MatmulKernel):
         rows = floating("lhs", lhs, "[m, k]")
         matrices = floating("rhs", rhs, "[groups, n, k]" if transposed else "[groups, k, n]")
         sizes, offset = grouping(rows, {"rhs": matrices}, group_sizes, group_offset, 2 if transposed else 1)
-        if preferred_element_type is None and (lhs_scale is not None or rhs_scale is not None):
-            narrow = 1 in (rows.dtype.itemsize, matrices.dtype.itemsize)
-            preferred_element_type = jnp.bfloat16 if narrow else None
-        dtype = result_dtype(preferred_element_type, rows.dtype, matrices.dtype)
+        dtype = scaled_dtype(preferred_element_type, (lhs_scale, rhs_scale), rows.dtype, matrices.dtype)
         return MatmulInputs(
             widened(rows, dtype, matrices),
             matrices,
@@ -102,8 +97,7 @@ def _of_quantized(lhs: Any, rhs: Any, transposed: bool) -> tuple[jax.Array, Any,
     return lhs.values, arguments.apply(of_lhs, lhs), rhs.values, scale
 
 
-GROUPED_MATMUL = GroupedMatmul()
-"""The one kernel behind the public function and behind dense matmuls of operands in float8."""
+_GROUPED_MATMUL = GroupedMatmul()
 
 
 @public_function(GroupedMatmul.prepare)
@@ -148,5 +142,5 @@ def grouped_matmul(
       ValueError, TypeError: a wrong argument; the message holds its value.
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
-    out = GROUPED_MATMUL(lhs, rhs, group_sizes, precision, preferred_element_type, group_offset, **options)
+    out = _GROUPED_MATMUL(lhs, rhs, group_sizes, precision, preferred_element_type, group_offset, **options)
     return out if out_sharding is None else jax.reshard(out, out_sharding)

@@ -80,7 +80,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(inputs: QuantizeInputs) -> Tiling:
-    """How a call is cut into tiles."""
+    """Cuts a call into tiles."""
     shape = tuple(inputs.x.shape)
     covers = "tile" if inputs.is_uniform else "row" if inputs.axis == -1 else "column"
     transposed = inputs.transposed

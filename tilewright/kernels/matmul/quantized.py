@@ -1,6 +1,5 @@
-"""The dense matmul of codes with scales, by what multiplies codes: grouped matmuls of one group, and XLA for int8."""
+"""The dense matmul of codes with scales: an op's for float8, and XLA's for int8."""
 
-import math
 from typing import Any
 
 import jax
@@ -8,8 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from tilewright.kernels.matmul.ops.grouped_matmul import GROUPED_MATMUL
-from tilewright.kernels.matmul.scales import check_quantized, of_lhs, of_rhs
+from tilewright.kernels.matmul.scales import check_quantized, is_by_rows, of_lhs, of_rhs
 from tilewright.kernels.numerics.dots import result_dtype
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
@@ -17,6 +15,7 @@ from tilewright.kernels.quantize.quantized import Quantized, by_axis, expanded
 
 
 def matmul_of_quantized(
+    op: Any,
     lhs: Any,
     rhs: Any,
     *,
@@ -24,39 +23,43 @@ def matmul_of_quantized(
     transpose_rhs: bool = False,
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    lhs_scale: object = None,
+    rhs_scale: object = None,
     platform: PlatformOption = None,
     cfg: Any = None,
 ) -> jax.Array:
-    """``matmul`` of two ``Quantized``; see there for the arguments."""
+    """``matmul`` of two ``Quantized``; see there for the arguments. ``op`` multiplies arrays of float8 with scales."""
     check_quantized(lhs=lhs, rhs=rhs)
+    if lhs_scale is not None or rhs_scale is not None:
+        raise TypeError("a Quantized has its scales, so lhs_scale and rhs_scale must be left out")
     transposed = arguments.flag("transpose_rhs", transpose_rhs)
     if arguments.flag("transpose_lhs", transpose_lhs):
         lhs = lhs.mT
-    k = rhs.shape[-1 if transposed else 0]
-    if rhs.ndim != 2 or lhs.ndim < 1 or (transpose_lhs and lhs.ndim != 2) or lhs.shape[-1] != k:
+    if rhs.ndim != 2 or (transpose_lhs and lhs.ndim != 2) or lhs.shape[-1] != rhs.shape[-1 if transposed else 0]:
         raise ValueError(f"lhs and rhs must be matrices with the same k, got {lhs.shape=}, {rhs.shape=}, {transposed=}")
     dtype = result_dtype(jnp.bfloat16 if preferred_element_type is None else preferred_element_type)
     if lhs.format == "int8":
         if platform not in (None, "auto", "xla") or cfg is not None or precision is not None:
             raise ValueError(f"int8 is multiplied by XLA, exactly, got {platform=}, {cfg=}, {precision=}")
         return _of_integers(lhs, rhs, transposed).astype(dtype)
-    scale, columns = of_rhs(rhs, transposed)
-    leading, of_rows = lhs.shape[:-1], of_lhs(lhs)
-    rows = math.prod(leading)
-    out = GROUPED_MATMUL(
-        lhs.values.reshape(rows, k),
-        rhs.values[None],
-        jnp.full((1,), rows, jnp.int32),
-        precision,
-        dtype if columns is None else jnp.promote_types(dtype, jnp.float32),
+    scale, factors = of_rhs(rhs, transposed)
+    # Scales of rows multiply the result where those of columns do: the codes are then multiplied without any.
+    by_rows = factors is not None and is_by_rows(lhs)
+    if by_rows:
+        factors = lhs.scales * factors
+    out = op(
+        lhs.values,
+        rhs.values,
         transpose_rhs=transposed,
-        lhs_scale=of_rows.reshape(rows, -1) if of_rows.ndim else of_rows,
-        rhs_scale=None if scale is None else scale if scale.ndim == 0 else scale[None],
+        precision=precision,
+        preferred_element_type=dtype if factors is None else jnp.promote_types(dtype, jnp.float32),
+        lhs_scale=None if by_rows else of_lhs(lhs),
+        rhs_scale=scale,
         platform=platform,
         cfg=cfg,
     )
-    out = out if columns is None else (out * columns).astype(dtype)
-    return out.reshape(*leading, out.shape[-1])
+    found: jax.Array = out if factors is None else (out * factors).astype(dtype)
+    return found
 
 
 def _of_integers(lhs: Quantized, rhs: Quantized, transposed: bool) -> jax.Array:
