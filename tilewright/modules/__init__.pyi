@@ -61,6 +61,7 @@ from tilewright.kernels.router.inputs import Scoring
 from tilewright.kernels.router.op import TopKRouter
 from tilewright.kernels.sampling.ops.linear_sample import LinearSample
 from tilewright.kernels.sampling.ops.sample import Sample
+from tilewright.kernels.scaled_linear.recipe import Recipe
 from tilewright.kernels.selective_scan.ops.selective_scan import SelectiveScan
 from tilewright.kernels.selective_scan.ops.selective_scan_step import SelectiveScanStep
 from tilewright.modules import base
@@ -94,6 +95,7 @@ __all__ = [
     "Quantized",
     "RaggedDecodeAttention",
     "RaggedPageAttention",
+    "Recipe",
     "RmsNorm",
     "Rope",
     "RopeScaling",
@@ -164,6 +166,7 @@ __all__ = [
     "rwkv7",
     "rwkv7_step",
     "sample",
+    "scaled_linear",
     "selective_scan",
     "selective_scan_step",
     "shared_prefix_page_attention",
@@ -2642,8 +2645,8 @@ def glu(
     cfg: object = None,
 ) -> Array: ...
 def grouped_matmul(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
+    lhs: ArrayLike | Quantized,
+    rhs: ArrayLike | Quantized,
     group_sizes: ArrayLike,
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -2741,13 +2744,15 @@ def linear_sample(
     cfg: object = None,
 ) -> tuple[Array, Array]: ...
 def matmul(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
+    lhs: ArrayLike | Quantized,
+    rhs: ArrayLike | Quantized,
     *,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    lhs_scale: ArrayLike | None = None,
+    rhs_scale: ArrayLike | None = None,
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array: ...
@@ -2845,6 +2850,12 @@ def rwkv7_step(
     cfg: Any = None,
     state_layout: StateLayout = "kv",
 ) -> tuple[Array, Array]: ...
+def scaled_linear(
+    x: ArrayLike,
+    weight: ArrayLike,
+    *,
+    recipe: Recipe = Recipe(scaling="tensor", format="e4m3", gradient_format=None, power_of_two=False),
+) -> Array: ...
 def selective_scan_step(
     state_pool: ArrayLike,
     u: ArrayLike,

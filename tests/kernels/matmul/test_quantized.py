@@ -1,12 +1,17 @@
 """Matmuls of ``Quantized`` operands against float64 products of the numbers that they stand for."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.kernels.conftest import H100
+from tests.support.mosaic_interpret import interpret_mosaic
+from tilewright.kernels.matmul.hopper.backend import HopperMatmul
+from tilewright.kernels.matmul.ops.matmul import MATMUL
 from tilewright.modules import Quantized, grouped_matmul, matmul, quantize
 
 BLOCK = {"scaling": "block"}
@@ -110,3 +115,39 @@ def test_what_has_no_kernel_is_refused():
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             call()
+
+
+def test_hopper_multiplies_dense_codes_as_one_group():
+    q, weight = quantize(drawn(2, 20, 272), **BLOCK), quantize(drawn(200, 272, seed=1), **WEIGHT)
+    inputs = MATMUL.prepare(
+        q.values, weight.values, transpose_rhs=True, preferred_element_type=jnp.float32, lhs_scale=q.scales,
+        rhs_scale=weight.scales,
+    )  # fmt: skip
+    backend, (params, *_) = HopperMatmul(), HopperMatmul().candidates(inputs.structs, H100, "forward")
+    assert not backend.not_supported_reasons(inputs.structs, H100, "forward")
+    assert not backend.deprioritized(inputs.structs, H100, "forward")
+    with interpret_mosaic():
+        out = jax.block_until_ready(jax.jit(functools.partial(backend.forward, params=params))(inputs)).out
+    left, right = np.asarray(q.dequantize(), np.float64), np.asarray(weight.dequantize(), np.float64)
+    assert out.shape == (2, 20, 200)
+    assert np.all(np.abs(np.asarray(out, np.float64) - left @ right.T) <= 2e-6 * (np.abs(left) @ np.abs(right.T)))
+    wide = inputs.replace(lhs=inputs.lhs.astype(jnp.float32), rhs=inputs.rhs.astype(jnp.float32))
+    np.testing.assert_allclose(MATMUL.reference(wide), left @ right.T, rtol=1e-4, atol=1e-4 * np.abs(left).max())
+    for wrong, reason in (
+        ({"transpose_rhs": False}, "K in their rows"),
+        ({"out_dtype": "float8_e4m3fn"}, "result must be"),
+    ):
+        assert reason in str(backend.reasons(inputs.structs.replace(**wrong), H100, "forward"))
+
+
+def test_gradients_of_dense_numbers_with_scales():
+    """Codes have none, but bfloat16 operands with scales do; by JAX's own derivative of the oracle."""
+    x, w = drawn(5, 200).astype(jnp.bfloat16), drawn(200, 140, seed=1).astype(jnp.bfloat16)
+    scales = {
+        "lhs_scale": jnp.exp2(jnp.arange(10.0).reshape(5, 2) - 5),
+        "rhs_scale": jnp.exp2(-jnp.arange(4.0)).reshape(2, 2),
+    }
+    call = lambda x, w: matmul(x, w, preferred_element_type=jnp.float32, **scales).sum()
+    oracle = lambda x, w: MATMUL.reference(MATMUL.prepare(x, w, preferred_element_type=jnp.float32, **scales)).sum()
+    for got, want in zip(jax.grad(call, (0, 1))(x, w), jax.grad(oracle, (0, 1))(x, w), strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=2e-2)
