@@ -79,6 +79,8 @@ def test_wide_rows_and_many_strips_have_a_pass_for_their_maxima(monkeypatch):
 
     monkeypatch.setattr(backend, "MOST_COLUMNS", 128)
     monkeypatch.setattr(backend, "MAXIMA", (2, 32))
+    monkeypatch.setattr(backend, "MAXIMA_PROGRAMS", 0)
+    monkeypatch.setattr(backend, "MAXIMA_STRIP", 3)
     x = hostile((9, 150), "float16", seed=4)
     for name in ("row", "column", "tensor"):
         options, extents = SCALINGS[name]

@@ -36,6 +36,11 @@ MOST_PROGRAMS = 1 << 31
 MAXIMA = (32, 128)
 """The tile of the pass that finds maxima, with 4 warps."""
 
+MAXIMA_PROGRAMS = 8
+"""Programs of that pass for each SM, at least: with more tiles, a program goes over up to ``MAXIMA_STRIP`` of them."""
+
+MAXIMA_STRIP = 16
+
 
 @stable_id("tilewright/quantize.TritonQuantizeParams")
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -238,8 +243,8 @@ def _maxima(x: jax.Array, inputs: QuantizeInputs, parts: Tiling) -> tuple[Any, A
     by_column = parts.covers == "column" or (parts.transposed and by_row)
     block_rows, block_columns = MAXIMA
     down, across = -(-rows // block_rows), -(-columns // block_columns)
-    programs = 8 * max(current_device().cores, 1)
-    strip = min(max(mapped * batch * down * across // programs, 1), 16)
+    programs = max(MAXIMA_PROGRAMS * current_device().cores, 1)
+    strip = min(max(mapped * batch * down * across // programs, 1), MAXIMA_STRIP)
     strips = -(-down // strip)
     shapes = (
         (mapped * batch, across, rows) if by_row else (1,),
