@@ -88,6 +88,14 @@ def test_wide_rows_and_many_strips_have_a_pass_for_their_maxima(monkeypatch):
         literal.same_bits(got, *literal.quantized(x, "e4m3", extents[-2:]))
 
 
+def test_maxima_that_are_subnormal_or_nothing():
+    x = np.array([[2.0**-140, 0, -(2.0**-127)], [2.0**-126, 2.0**-127, 0], [np.inf, -np.inf, 2.0**-130]], np.float32)
+    for format in literal.LARGEST:
+        for power_of_two in (False, True):
+            got = interpreted(x, format=format, scaling="row", power_of_two=power_of_two)
+            literal.same_bits(got, *literal.quantized(x, format, (None,), power_of_two))
+
+
 def test_vmap_gives_each_array_scales_of_its_own():
     x = hostile((3, 5, 140), "bfloat16")
     for name in ("tensor", "row", "column", "block"):

@@ -163,10 +163,14 @@ class TritonQuantize(InferenceBackend[QuantizeInputs, QuantizeResults, TritonQua
 
 
 def _rows_candidates(inputs: QuantizeInputs, parts: Tiling, device: Device) -> list[TritonQuantizeParams]:
-    """Tiles of whole rows or of blocks of them: about 8192 elements, fewer where there are few rows."""
+    """Tiles of whole rows or of blocks of them: about 4096 elements, fewer where there are few rows.
+
+    On an H100 8192 × 4096 bfloat16 took 42 µs with 64 rows of blocks and 8 warps, 35.6 with 32 and 4; rows 41 with two
+    and 8 warps, 31.9 with one and 4.
+    """
     block = inputs.scaling == "block"
     width = SCALE_BLOCK if block else power_of_two(parts.columns)
-    rows = max(8192 // width, 1)
+    rows = max(4096 // width, 1)
     tiles = -(-parts.columns // SCALE_BLOCK) if block else 1
     while rows > 1 and parts.rows * tiles < 4 * max(device.cores, 1) * rows:
         rows //= 2
@@ -220,6 +224,7 @@ def _quantized(x: jax.Array, inputs: QuantizeInputs, parts: Tiling, params: Trit
             "exponent": exponent(codes.largest),
             "power_of_two": inputs.power_of_two,
             "native": native,
+            "flushes": inputs.x.dtype != jnp.float16,  # of which all are normal numbers in float32
         }
         | ({"row_unit": unit, "part_rows": params.part_rows} if parts.transposed else {}),
         num_warps=params.num_warps,

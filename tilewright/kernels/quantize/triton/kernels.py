@@ -2,14 +2,16 @@
 """Quantising in Triton: maxima of magnitudes, and tiles of codes in one orientation or both.
 
   tile     elements of ``[batch, rows, columns]`` in float32
-  bits     magnitudes as integers, which are in the order of the numbers with NaN last; 0 where they do not count
-  amax     the greatest of the bits that share a scale, from the tile, or given for every row, every column or all
+  keys     integers in the order of magnitudes, below that of 0 where an element does not count
+  bits     the greatest magnitude of those that share a scale, as the bits of a float32
+  amax     the same, given for every row, every column or all
 
 Codes are stored as bytes. A tile is transposed as it was loaded, before it is rounded: ``tl.trans`` of float8 is wrong
 on Hopper in several versions of Triton.
 Grids: a program for each tile, those of a batch element's row of tiles beside each other.
 """
 
+import numpy as np
 import triton
 import triton.language as tl
 
@@ -19,6 +21,15 @@ INFINITE = tl.constexpr(0x7F800000)
 NORMAL = tl.constexpr(0x00800000)
 """The bits of the least normal number."""
 
+INFINITY_SHIFTED = tl.constexpr(0xFF000000)
+"""The bits of infinity without the sign, one place up."""
+
+ZERO = tl.constexpr(0x01000000)
+"""The key of zero."""
+
+HIGHEST = tl.constexpr(0xFFFFFFFF)
+"""The key of NaN in int8; no finite number has it."""
+
 TINY = tl.constexpr(2.0**-126)
 """The least normal number."""
 
@@ -26,12 +37,32 @@ INTEGERS = tl.constexpr(12582912.0)
 """1.5 · 2²³: added to a number below 2²² it leaves the nearest integer in the lowest bits, ties to even."""
 
 
+FLUSH = tl.constexpr("mul.ftz.f32 $0, $1, 0f3F800000;")
+"""Times one, with zero of the same sign in place of a subnormal number."""
+
+MEANINGS = {FLUSH.value: lambda x: np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x)}
+"""The same in NumPy, for Triton's interpreter."""
+
+
 @triton.jit
-def _magnitudes(x, format: tl.constexpr):
-    """The bits of magnitudes that a scale is made of: not of infinities, nor of NaN where it has a code."""
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    dropped = bits == INFINITE if format == "int8" else bits >= INFINITE
-    return tl.where(dropped, 0, bits)
+def _keys(x, format: tl.constexpr):
+    """Unsigned integers in the order of the magnitudes that a scale is made of, of two instructions in float8.
+
+    Bits without the sign are shifted up by what makes infinity wrap to 0, and NaN to a number below the key of 0. int8
+    has no code for NaN: there its key is the greatest, and infinity's is that of 0.
+    """
+    bits = x.to(tl.uint32, bitcast=True) << 1
+    if format == "int8":
+        return tl.where(bits == INFINITY_SHIFTED, ZERO, tl.where(bits > INFINITY_SHIFTED, HIGHEST, bits + ZERO))
+    return bits + ZERO
+
+
+@triton.jit
+def _bits(key):
+    """The bits of the magnitude of a greatest key: 0 where no element counted, and NaN for the greatest of all."""
+    bits = ((tl.maximum(key, ZERO) - ZERO) >> 1).to(tl.int32)
+    # A subnormal number is a zero.
+    return tl.where(key == HIGHEST, 0x7FFFFFFF, tl.where(bits < NORMAL, 0, bits))
 
 
 @triton.jit
@@ -69,17 +100,18 @@ def _rounded_bits(y, format: tl.constexpr):
 
 
 @triton.jit
-def _codes(x, inverse, format: tl.constexpr, largest: tl.constexpr, native: tl.constexpr):
+def _codes(x, inverse, format: tl.constexpr, largest: tl.constexpr, native: tl.constexpr, flushes: tl.constexpr):
     """The bytes of the codes of a tile."""
-    tiny = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < NORMAL
-    y = tl.where(tiny, x * 0.0, x) * inverse
+    if flushes:
+        x = tl.inline_asm_elementwise(FLUSH, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    y = x * inverse
+    if format != "int8" and native:
+        kind: tl.constexpr = tl.float8e4nv if format == "e4m3" else tl.float8e5
+        return y.to(kind).to(tl.int8, bitcast=True)  # the instruction saturates
     y = tl.clamp(y, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
     if format == "int8":
         found = ((y + INTEGERS).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
         return tl.where(y != y, 0, found).to(tl.int8)
-    if native:
-        kind: tl.constexpr = tl.float8e4nv if format == "e4m3" else tl.float8e5
-        return y.to(kind).to(tl.int8, bitcast=True)
     return _rounded_bits(y, format)
 
 
@@ -110,6 +142,7 @@ def quantize(
     exponent: tl.constexpr,
     power_of_two: tl.constexpr,
     native: tl.constexpr,
+    flushes: tl.constexpr,
 ):
     """Writes the codes and scales of a tile.
 
@@ -135,11 +168,12 @@ def quantize(
     if given:
         bits = tl.load(amax + index, mask=line < lines, other=0)
     else:
-        bits = _magnitudes(tile, format)
+        keys = _keys(tile, format)
         if covers != "column":
-            bits = tl.max(bits, 1, keep_dims=True)
+            keys = tl.max(keys, 1, keep_dims=True)
         if covers != "row":
-            bits = tl.max(bits, 0, keep_dims=True)
+            keys = tl.max(keys, 0, keep_dims=True)
+        bits = _bits(keys)
     scale, inverse = _scale(bits, largest, mantissa, exponent, power_of_two)
     if given:
         tl.store(scales + index, scale, mask=(line < lines) & (tile_index == 0))
@@ -147,7 +181,7 @@ def quantize(
         tl.store(scales + (batch.to(tl.int64) * tiles + tile_index) * lines + line, scale, mask=line < lines)
     else:
         tl.store(scales + index * tiles + tile_index, scale, mask=line < lines)
-    _store(values, at, _codes(tile, inverse, format, largest, native), inside)
+    _store(values, at, _codes(tile, inverse, format, largest, native, flushes), inside)
 
 
 @triton.jit
@@ -173,6 +207,7 @@ def quantize_both(
     exponent: tl.constexpr,
     power_of_two: tl.constexpr,
     native: tl.constexpr,
+    flushes: tl.constexpr,
 ):
     """Writes the codes and scales of a tile and of its transpose, in parts of ``part_rows`` rows.
 
@@ -190,7 +225,7 @@ def quantize_both(
     across = column_tile * block_columns + tl.arange(0, block_columns)[:, None]
     wide = batch.to(tl.int64)
     first = tl.zeros((1, 1), tl.int32)
-    greatest = tl.zeros((1, block_columns), tl.int32)
+    greatest = tl.zeros((1, block_columns), tl.uint32)
     for part in tl.static_range(parts):
         row = row_tile * block_rows + part * part_rows + tl.arange(0, part_rows)[:, None]
         inside = (row < rows) & (column < columns)
@@ -198,27 +233,27 @@ def quantize_both(
         this = tl.load(x + at, mask=inside, other=0.0)
         if covers == "row":
             tile = this.to(tl.float32)
-            bits = _magnitudes(tile, format)
             if given:
                 of_row = tl.load(amax + wide * rows + row, mask=row < rows, other=0)
             else:
-                greatest = tl.maximum(greatest, tl.max(bits, 0, keep_dims=True))
-                of_row = tl.max(bits, 1, keep_dims=True)
+                keys = _keys(tile, format)
+                greatest = tl.maximum(greatest, tl.max(keys, 0, keep_dims=True))
+                of_row = _bits(tl.max(keys, 1, keep_dims=True))
             scale, inverse = _scale(of_row, largest, mantissa, exponent, power_of_two)
             if given:
                 tl.store(scales + wide * rows + row, scale, mask=(row < rows) & (column_tile == 0))
             else:
                 tl.store(scales + (wide * rows + row) * column_tiles + column_tile, scale, mask=row < rows)
-            _store(values, at, _codes(tile, inverse, format, largest, native), inside)
+            _store(values, at, _codes(tile, inverse, format, largest, native, flushes), inside)
         elif not given:
-            greatest = tl.maximum(greatest, tl.max(_magnitudes(this.to(tl.float32), format), 0, keep_dims=True))
+            greatest = tl.maximum(greatest, tl.max(_keys(this.to(tl.float32), format), 0, keep_dims=True))
 
     if covers == "row":
         line = wide * columns + across
         if given:
             of_column = tl.load(amax_transposed + line, mask=across < columns, other=0)
         else:
-            of_column = tl.trans(greatest)
+            of_column = _bits(tl.trans(greatest))
         scale, inverse = _scale(of_column, largest, mantissa, exponent, power_of_two)
         if given:
             tl.store(scales_transposed + line, scale, mask=(across < columns) & (row_tile == 0))
@@ -228,7 +263,7 @@ def quantize_both(
         if given:
             bits = tl.load(amax + batch + first)
         else:
-            bits = tl.max(greatest, 1, keep_dims=True)
+            bits = _bits(tl.max(greatest, 1, keep_dims=True))
         scale, inverse = _scale(bits, largest, mantissa, exponent, power_of_two)
         if given:
             is_first = (first + row_tile + column_tile) == 0
@@ -245,11 +280,11 @@ def quantize_both(
         at = (wide * rows + row) * columns + column
         this = tl.load(x + at, mask=inside, other=0.0)
         if covers == "tile":
-            _store(values, at, _codes(this.to(tl.float32), inverse, format, largest, native), inside)
+            _store(values, at, _codes(this.to(tl.float32), inverse, format, largest, native, flushes), inside)
         down = start + tl.arange(0, part_rows)[None, :]
         turned = tl.trans(this).to(tl.float32)
         at = (wide * columns + across) * rows + down
-        codes = _codes(turned, inverse, format, largest, native)
+        codes = _codes(turned, inverse, format, largest, native, flushes)
         _store(values_transposed, at, codes, (down < rows) & (across < columns))
 
 
@@ -281,21 +316,21 @@ def maxima(
     column_tiles: tl.constexpr = (columns + block_columns - 1) // block_columns
     column = column_tile * block_columns + tl.arange(0, block_columns)[None, :]
     strips = tl.cdiv(rows, block_rows * strip)
-    greatest = tl.zeros((block_rows, block_columns), tl.int32)
+    greatest = tl.zeros((block_rows, block_columns), tl.uint32)
     for i in range(strip):
         row = (part * strip + i) * block_rows + tl.arange(0, block_rows)[:, None]
         inside = (row < rows) & (column < columns)
         at = (batch.to(tl.int64) * rows + row) * columns + column
-        bits = _magnitudes(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), format)
+        keys = _keys(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), format)
         if by_row:
             index = (batch.to(tl.int64) * column_tiles + column_tile) * rows + row
-            tl.store(of_rows + index, tl.max(bits, 1, keep_dims=True), mask=row < rows)
-        greatest = tl.maximum(greatest, bits)
+            tl.store(of_rows + index, _bits(tl.max(keys, 1, keep_dims=True)), mask=row < rows)
+        greatest = tl.maximum(greatest, keys)
     of_column = tl.max(greatest, 0, keep_dims=True)
     if by_column:
         index = (batch.to(tl.int64) * strips + part) * columns + column
-        tl.store(of_columns + index, of_column, mask=column < columns)
+        tl.store(of_columns + index, _bits(of_column), mask=column < columns)
     elif not by_row:
         index = (batch.to(tl.int64) * strips + part) * column_tiles + column_tile
         first = tl.zeros((1, 1), tl.int32)
-        tl.store(of_columns + index + first, tl.max(of_column, 1, keep_dims=True))
+        tl.store(of_columns + index + first, _bits(tl.max(of_column, 1, keep_dims=True)))
