@@ -144,8 +144,9 @@ def _builder(interpreter: ModuleType, meanings: Mapping[str, Callable[[np.ndarra
     def create_fp_to_fp(source: Handle, to: TritonType, rounding: Handle) -> Any:
         if to.scalar in narrow:
             # Triton 3.6 loses the carry of a significand that is rounded up to the next power of two.
-            data = _promoted(source.data, source.dtype.scalar == tl.bfloat16)
-            return handle(data.astype(narrow[to.scalar]).view(np.uint8), to.scalar)
+            data, kind = _promoted(source.data, source.dtype.scalar == tl.bfloat16), narrow[to.scalar]
+            largest = float(ml_dtypes.finfo(kind).max)  # the instruction is cvt.rn.satfinite
+            return handle(np.clip(data, -largest, largest).astype(kind).view(np.uint8), to.scalar)
         if tl.bfloat16 in (source.dtype.scalar, to.scalar):
             return cast_impl(source, to)
         return type(builder).create_fp_to_fp(builder, source, to, rounding)
