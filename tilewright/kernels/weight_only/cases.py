@@ -27,7 +27,7 @@ class WeightOnlyCase(Case):
     n: int = 1024
     format: WeightFormat = "int4"
     group: int | None = 128
-    scale_dtype: str = "float16"
+    scale_dtype: str = "float32"
     zeros: bool = False
     ordered: bool = False
     preferred_element_type: str | None = None
@@ -64,8 +64,6 @@ def jax_dequantized(case: WeightOnlyCase) -> Peer | str:
     return matmul
 
 
-
-
 _SMALL = WeightOnlyCase("small", rows=4, k=64, n=24, group=None)
 _SQUARE = {"k": 8192, "n": 8192}
 
@@ -97,6 +95,7 @@ CASES = OpCases(
             "float16": {"dtype": "float16"},
             "one group of all rows": {"group": None},
             "groups of 32": {"group": 32},
+            "scales in float16": {"scale_dtype": "float16"},
             "`zeros`": {"zeros": True},
             "`order`": {"ordered": True},
             "int8": {"format": "int8"},

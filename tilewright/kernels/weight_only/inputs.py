@@ -29,8 +29,8 @@ class WeightOnlyInputs(OpInputs):
 
     x: Float[Array, "*leading k"]
     codes: UInt8[Array, "units n 32"]
+    scales: Real[Array, "groups n"] = array(gradient=False)
     out_dtype: str = static()
-    scales: Real[Array, "groups n"] | None = array(default=None, gradient=False)
     zeros: Real[Array, "groups n"] | None = array(default=None, gradient=False)
     order: Int32[Array, " k"] | None = None
     format: str = static(default="int4")
@@ -68,7 +68,6 @@ class WeightOnlyInputs(OpInputs):
 
     def matrix(self, dtype: Any) -> jax.Array:
         """The stored weight as ``[n, k]``, computed in float32 or a wider dtype and rounded once."""
-        assert self.scales is not None
         return dequantized(self.codes, self.scales, self.zeros, self.format, self.group, self.k, dtype)
 
 

@@ -36,7 +36,6 @@ class WeightOnlyMatmul(PortfolioKernel[WeightOnlyInputs, jax.Array]):
 
     cases: ClassVar[OpCases[WeightOnlyCase]] = CASES
     core_dims: ClassVar[Mapping[str, int]] = {"x": 1}
-    always: ClassVar[tuple[str, ...]] = ("scales",)
 
     def __init__(self) -> None:
         backends = (
@@ -88,8 +87,8 @@ class WeightOnlyMatmul(PortfolioKernel[WeightOnlyInputs, jax.Array]):
         return WeightOnlyInputs(
             rows,
             stored,
-            result_dtype(preferred_element_type, rows.dtype).name,
             to_32_bit(scale, rows.dtype),
+            result_dtype(preferred_element_type, rows.dtype).name,
             zeros=None if zeros is None else _zeros(zeros, shape, format, rows.dtype),
             order=None if order is None else _order(order, k),
             format=format,
@@ -122,7 +121,6 @@ class WeightOnlyMatmul(PortfolioKernel[WeightOnlyInputs, jax.Array]):
     def sampled(self, inputs: WeightOnlyInputs, key: jax.Array) -> WeightOnlyInputs:
         """Any codes, with scales by which weights are about 1."""
         random, drawn = generator_of(key), dict[str, Any]()
-        assert inputs.scales is not None
         drawn["codes"] = random.integers(0, 256, inputs.codes.shape, np.uint8)
         if inputs.format == "mxfp4":
             exponents = random.integers(124, 128, inputs.scales.shape, np.uint8)

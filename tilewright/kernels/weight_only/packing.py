@@ -124,7 +124,7 @@ def groups_of(k: Any, group: int | None) -> Any:
 def dequantized(
     storage: jax.Array, scales: jax.Array, zeros: jax.Array | None, format: str, group: int | None, k: int, dtype: Any
 ) -> jax.Array:
-    """The weight as ``[..., n, k]``: ``(value − zero) · scale`` in float32, or in a wider ``dtype``, rounded to it once.
+    """The weight as ``[..., n, k]``: ``(value − zero) · scale`` in float32 or a wider ``dtype``, rounded to it once.
 
     Args:
       storage: of ``packed``.

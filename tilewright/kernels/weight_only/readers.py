@@ -84,7 +84,7 @@ def from_awq(qweight: ArrayLike, qzeros: ArrayLike, scales: ArrayLike) -> Packed
     (k, columns), (groups, n) = words.shape, scale.shape
     if columns * 8 != n or zero_words.shape != (groups, columns) or groups < 1 or k % groups:
         raise ValueError(
-            "qweight must be [k, n / 8], qzeros [groups, n / 8] and scales [groups, n] with k a multiple of groups, got "
+            "qweight must be [k, n / 8], qzeros [groups, n / 8], scales [groups, n], and k a multiple of groups, got "
             f"{words.shape=}, {zero_words.shape=}, {scale.shape=}"
         )
     places = np.argsort(AWQ_ORDER)  # of each column its nibble
@@ -114,7 +114,9 @@ def from_mxfp4(blocks: ArrayLike, scales: ArrayLike) -> PackedWeight:
             raise TypeError(f"{name} must be uint8, got {array.dtype=}")
     shape = bytes_.shape
     if len(shape) < 3 or shape[-1] != MXFP4_GROUP // 2 or exponents.shape != shape[:-1]:
-        raise ValueError(f"blocks must be [..., n, k / 32, 16] and scales [..., n, k / 32], got {shape=}, {exponents.shape=}")
+        raise ValueError(
+            f"blocks must be [..., n, k / 32, 16] and scales [..., n, k / 32], got {shape=}, {exponents.shape=}"
+        )
     codes = jnp.stack([bytes_ & 15, bytes_ >> 4], axis=-1)
     codes = codes.reshape(*shape[:-2], shape[-2] * MXFP4_GROUP).swapaxes(-1, -2)
     found = lax.bitcast_convert_type(exponents.swapaxes(-1, -2), jnp.float8_e8m0fnu)
@@ -129,7 +131,8 @@ def _arrays(qweight: ArrayLike, qzeros: ArrayLike, scales: ArrayLike) -> tuple[j
             raise TypeError(f"{name} must be int32 of rank 2, got {array.shape=}, {array.dtype=}")
     if len(scale.shape) != 2 or not has_arithmetic(scale.dtype):
         raise TypeError(f"scales must be floating-point of rank 2, got {scale.shape=}, {scale.dtype=}")
-    return words, zeros, scale
+    # Exact, and of the size that kernels can load ahead of their use.
+    return words, zeros, scale.astype(jnp.promote_types(scale.dtype, jnp.float32))
 
 
 def _fields(words: jax.Array, bits: int, places: Any, axis: int) -> jax.Array:
@@ -152,5 +155,7 @@ def _order_of(g_idx: ArrayLike | None, k: int, groups: int) -> tuple[int, jax.Ar
     order = np.argsort(rows, kind="stable")
     # Of the last group fewer rows may be left.
     if not np.array_equal(rows[order], np.arange(k) // group):
-        raise ValueError(f"g_idx must name each of {groups} groups {group} times, the last one may be short, got {rows}")
+        raise ValueError(
+            f"g_idx must name each of {groups} groups {group} times, the last one may be short, got {rows}"
+        )
     return group, None if np.array_equal(order, np.arange(k)) else jnp.asarray(order, jnp.int32)

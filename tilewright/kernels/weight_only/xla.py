@@ -21,7 +21,7 @@ class XlaWeightOnly(Backend[WeightOnlyInputs, jax.Array, FwdParams, BwdParams]):
     platform: ClassVar[Platform] = Platform.XLA
     forward_mode: ClassVar[bool] = True
     symbolic_dimensions: ClassVar[bool] = True
-    serves: ClassVar[frozenset[str]] = frozenset({"scales", "zeros", "order", "format", "group"})
+    serves: ClassVar[frozenset[str]] = frozenset({"zeros", "order", "format", "group"})
 
     def reasons(self, inputs: WeightOnlyInputs, device: Device, direction: Direction) -> list[str]:
         return []

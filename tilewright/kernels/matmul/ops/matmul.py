@@ -13,6 +13,8 @@ from tilewright.kernels.numerics.dots import result_dtype
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
 from tilewright.kernels.op.public import public_function
+from tilewright.kernels.weight_only.op import packed_matmul
+from tilewright.kernels.weight_only.weights import PackedWeight
 from tilewright.ops.utils.stable_ids import stable_id
 
 
@@ -32,7 +34,7 @@ class Matmul(MatmulKernel):
     def prepare(
         self,
         lhs: ArrayLike,
-        rhs: ArrayLike,
+        rhs: ArrayLike | PackedWeight,
         *,
         transpose_lhs: bool = False,
         transpose_rhs: bool = False,
@@ -71,9 +73,11 @@ MATMUL = Matmul()
 def matmul(*args: Any, **kwargs: Any) -> jax.Array:
     """A matmul, ``lhs · rhs``, with sums in float32.
 
+    A ``PackedWeight`` of few bits makes it a call of ``weight_only_matmul``, with its platforms and configs.
+
     Args:
       lhs: ``[..., k]``, floating-point.
-      rhs: ``[k, n]``, floating-point.
+      rhs: ``[k, n]``, floating-point or a ``PackedWeight``, which is not transposed, nor is lhs then.
       transpose_lhs: lhs is ``[k, m]``.
       transpose_rhs: rhs is ``[n, k]``.
       precision: as in ``jax.lax.dot``, of one value for both operands.
@@ -88,4 +92,24 @@ def matmul(*args: Any, **kwargs: Any) -> jax.Array:
       ValueError, TypeError: a wrong argument; the message holds its value.
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
+    rhs = args[1] if len(args) > 1 else kwargs.get("rhs")
+    if isinstance(rhs, PackedWeight):
+        return _of_packed(*args, **kwargs)
     return MATMUL(*args, **kwargs)
+
+
+def _of_packed(
+    lhs: ArrayLike,
+    rhs: PackedWeight,
+    *,
+    transpose_lhs: bool = False,
+    transpose_rhs: bool = False,
+    precision: PrecisionLike = None,
+    **options: Any,
+) -> jax.Array:
+    if transpose_lhs or transpose_rhs or precision is not None:
+        raise ValueError(
+            f"a packed weight is multiplied as it is, got {transpose_lhs=}, {transpose_rhs=}, {precision=}; "
+            "matmul(lhs, rhs.dequantize(lhs.dtype)) takes them"
+        )
+    return packed_matmul(lhs, rhs, **options)

@@ -30,6 +30,9 @@ GROUP_ROWS = 8
 """Tiles of rows whose programs are beside each other for the same columns of the weight."""
 
 
+type Params = TritonWeightOnlyParams | BwdParams
+
+
 class TritonWeightOnly(Backend[WeightOnlyInputs, jax.Array, TritonWeightOnlyParams, BwdParams]):
     """Serves float16 and bfloat16 forward; sums are in float32, in one order."""
 
@@ -38,7 +41,7 @@ class TritonWeightOnly(Backend[WeightOnlyInputs, jax.Array, TritonWeightOnlyPara
     forward_params: ClassVar[type] = TritonWeightOnlyParams
     late_import: ClassVar[str] = "triton"
     keeps_lowering: ClassVar[bool] = True
-    serves: ClassVar[frozenset[str]] = frozenset({"scales", "zeros", "order", "format", "group"})
+    serves: ClassVar[frozenset[str]] = frozenset({"zeros", "order", "format", "group"})
 
     def reasons(self, inputs: WeightOnlyInputs, device: Device, direction: Direction) -> list[str]:
         reasons = unavailable(device)
@@ -56,7 +59,9 @@ class TritonWeightOnly(Backend[WeightOnlyInputs, jax.Array, TritonWeightOnlyPara
         if 0 in (*inputs.x.shape, *inputs.codes.shape):
             reasons.append(f"its kernel needs elements, got {inputs.x.shape=}, {inputs.codes.shape=}")
         elif inputs.k * inputs.n > MAX_INT32 or inputs.rows > MAX_INT32:
-            reasons.append(f"rows and elements of the weight must be counted by 32 bits, got k={inputs.k}, n={inputs.n}")
+            reasons.append(
+                f"rows and elements of the weight must be counted by 32 bits, got k={inputs.k}, n={inputs.n}"
+            )
         return reasons
 
     def candidates(
@@ -66,14 +71,14 @@ class TritonWeightOnly(Backend[WeightOnlyInputs, jax.Array, TritonWeightOnlyPara
         return [each for each in listed if not launch_reasons([footprint(inputs, each)], device)] or listed[-1:]
 
     def config_reasons(
-        self, inputs: WeightOnlyInputs, device: Device, direction: Direction, params: TritonWeightOnlyParams
+        self, inputs: WeightOnlyInputs, device: Device, direction: Direction, params: Params
     ) -> list[str]:
-        return launch_reasons([footprint(inputs, params)], device)
+        return launch_reasons(self.footprints(inputs, device, direction, params), device)
 
     def footprints(
-        self, inputs: WeightOnlyInputs, device: Device, direction: Direction, params: TritonWeightOnlyParams
+        self, inputs: WeightOnlyInputs, device: Device, direction: Direction, params: Params
     ) -> Sequence[Footprint]:
-        return [footprint(inputs, params)]
+        return [footprint(inputs, params)] if isinstance(params, TritonWeightOnlyParams) else []
 
     def forward(self, inputs: WeightOnlyInputs, params: TritonWeightOnlyParams) -> jax.Array:
         scales = inputs.scales

@@ -117,11 +117,13 @@ def rows_by_packed(
         scale = loaded_scales(scales, n, inside, EVEN_N, E8M0)
         if HAS_ZEROS:
             offset = (ZERO - loaded_scales(zeros, n, inside, EVEN_N, False)).to(dtype)[:, None]
-    first = split * PER_SPLIT
-    for step in tl.range(first, tl.minimum(first + PER_SPLIT, STEPS), num_stages=STAGES):
+    # With constant bounds the loop is known to run; ptxas serialises wgmmas whose sums may be the zeros before it.
+    first = split * PER_SPLIT if SPLITS > 1 else 0
+    last = tl.minimum(first + PER_SPLIT, STEPS) if SPLITS > 1 else STEPS
+    for step in tl.range(first, last, num_stages=STAGES):
         for nth_span in tl.static_range(SPANS):
             span = step * SPANS + nth_span
-            word_pointers = words_of + word_at + span.to(tl.int64) * (WORDS // 16 * N * 16)
+            word_pointers = words_of + word_at + span * (WORDS // 16 * N * 16)
             if EVEN_K and EVEN_N:
                 words = tl.load(word_pointers)
             else:

@@ -5,12 +5,18 @@ import dataclasses
 from tilewright.kernels.op.footprint import Footprint
 from tilewright.kernels.triton.limits import power_of_two
 from tilewright.kernels.weight_only.inputs import WeightOnlyInputs
-from tilewright.kernels.weight_only.packing import PLANE, UNIT_BYTES
+from tilewright.kernels.weight_only.packing import UNIT_BYTES
 from tilewright.ops.types import Device
 from tilewright.ops.utils.stable_ids import stable_id
 
 MIN_ROWS = 8
 """Rows of the smallest tile: columns of an MMA's result."""
+
+MAX_SPLITS = 16
+"""Parts of k at most: their sums are written and read again."""
+
+SPAN = 128
+"""Rows of the weight whose sum is scaled at once, where groups allow it."""
 
 FEW_ROWS = 64
 """Rows up to which a call reads the weight once and scales sums."""
@@ -47,7 +53,7 @@ class TritonWeightOnlyParams:
             value = getattr(self, name)
             if type(value) is not int or value & (value - 1) or not minimum <= value <= maximum:
                 raise ValueError(f"{name} must be a power of two from {minimum} to {maximum}, got {self}")
-        for name, maximum in (("splits", 64), ("num_stages", 8)):
+        for name, maximum in (("splits", MAX_SPLITS), ("num_stages", 8)):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= maximum:
                 raise ValueError(f"{name} must be from 1 to {maximum}, got {self}")
@@ -69,38 +75,55 @@ def fits_groups(inputs: WeightOnlyInputs) -> bool:
     return inputs.group is None or inputs.group % inputs.packing.unit == 0 or inputs.group == inputs.packing.unit // 2
 
 
+# Tiles of few rows: columns, spans of a step, warps, stages, and programs of a multiprocessor that k is split for (0 to
+# leave it whole, which saves the second kernel). Two warps multiply by MMAs of warps, for which x needs no fence; four
+# by wgmma on Hopper. Not measured.
+_FEW = (
+    (64, 2, 2, 4, 4), (64, 2, 2, 4, 8), (64, 2, 2, 4, 2), (32, 2, 2, 6, 0), (32, 2, 1, 6, 0), (16, 2, 1, 6, 0),
+    (32, 2, 2, 4, 8), (128, 2, 4, 4, 4), (64, 2, 4, 4, 4),
+)  # fmt: skip
+_SOME = ((128, 1, 8, 4, 2), (64, 1, 4, 4, 4), (256, 1, 8, 4, 1), (64, 1, 4, 4, 2), (128, 1, 8, 4, 1))
+# Tiles of many rows: rows, columns, span, warps, stages. Elements of the weight are scaled, for sums are more of them.
+_MANY: tuple[tuple[int, ...], ...] = (
+    (256, 128, 128, 8, 3), (128, 128, 128, 8, 3), (256, 128, 64, 8, 4), (128, 64, 128, 4, 3), (128, 64, 64, 4, 4),
+    (64, 64, 64, 4, 4),
+)  # fmt: skip
+_MANY_ON_AMPERE: tuple[tuple[int, ...], ...] = ((128, 64, 64, 4, 3), (64, 64, 64, 4, 3), (64, 32, 64, 2, 3))
+
+CORES = 132
+"""Multiprocessors of a device that does not tell."""
+
+
 def candidates(inputs: WeightOnlyInputs, device: Device) -> list[TritonWeightOnlyParams]:
     """Params worth measuring, best guess first."""
     if inputs.rows > FEW_ROWS:
-        return _of_many_rows(inputs)
+        return _of_many_rows(inputs, device)
     rows = power_of_two(inputs.rows, MIN_ROWS)
-    # Two warps multiply by MMAs of warps, for which x needs no fence; four by wgmma.
-    shapes = [(64, 2, 2), (64, 4, 2), (64, 2, 4), (128, 2, 4), (32, 4, 2)]
-    if rows > 16:
-        shapes = [(128, 2, 4), (64, 2, 2), (64, 2, 4)]
     found = []
-    for columns, spans, warps in shapes:
-        for programs in (4, 2, 6):
-            tiles = -(-inputs.n // columns)
-            steps = -(-inputs.k // (fitted_span(inputs, 128) * spans))
-            splits = max(1, min(round(programs * _processors(device) / tiles), steps // 2, 16))
-            params = TritonWeightOnlyParams(rows, columns, 128, spans, splits, False, warps, 4 if rows <= 32 else 3)
-            if params not in found:
-                found.append(params)
+    for columns, spans, warps, stages, programs in _FEW if rows <= 16 else _SOME:
+        tiles = -(-inputs.n // columns)
+        steps = -(-inputs.k // (fitted_span(inputs, SPAN) * spans))
+        splits = _splits(programs * (device.cores or CORES) // tiles, steps)
+        params = TritonWeightOnlyParams(rows, columns, SPAN, spans, splits, False, warps, stages)
+        if params not in found:
+            found.append(params)
     return found
 
 
-def _of_many_rows(inputs: WeightOnlyInputs) -> list[TritonWeightOnlyParams]:
-    """Tiles of many rows, whose elements of the weight are scaled: sums are more than these."""
-    shapes = [(256, 128, 128, 8, 3), (128, 128, 128, 8, 3), (256, 128, 64, 8, 4), (128, 128, 64, 4, 4), (128, 64, 64, 4, 4)]
+def _splits(wanted: int, steps: int) -> int:
+    """Parts of k, of two steps at least and if possible of equal sizes: then no step needs a mask."""
+    most = max(1, min(wanted, steps // 2, MAX_SPLITS))
+    return next((parts for parts in range(most, most // 2, -1) if steps % parts == 0), most)
+
+
+def _of_many_rows(inputs: WeightOnlyInputs, device: Device) -> list[TritonWeightOnlyParams]:
+    shapes = _MANY if device.capability is not None and device.capability[0] == 9 else _MANY_ON_AMPERE
     if inputs.rows <= 128:
-        shapes = [(128, 64, 128, 4, 3), (128, 128, 128, 8, 3), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4)]
-    found = [TritonWeightOnlyParams(rows, columns, span, 1, 1, True, warps, stages) for rows, columns, span, warps, stages in shapes]
-    return found + [dataclasses.replace(found[1], operand_scales=False)]
-
-
-def _processors(device: Device) -> int:
-    return 132
+        shapes = tuple(each for each in shapes if each[0] <= 128)
+    return [
+        TritonWeightOnlyParams(rows, columns, span, 1, 1, True, warps, stages)
+        for rows, columns, span, warps, stages in shapes
+    ]
 
 
 def footprint(inputs: WeightOnlyInputs, params: TritonWeightOnlyParams) -> Footprint:
@@ -114,6 +137,3 @@ def footprint(inputs: WeightOnlyInputs, params: TritonWeightOnlyParams) -> Footp
         threads=32 * params.num_warps,
         shared_bytes=params.num_stages * params.spans * (words + rows),
     )
-
-
-assert PLANE == 16
