@@ -27,8 +27,8 @@ def static(*, default: Any = dataclasses.MISSING, role: Role = _OPTION, kw_only:
     return dataclasses.field(default=default, kw_only=kw_only, metadata={"static": True, "role": role})
 
 
-def array(*, default: Any = dataclasses.MISSING, role: Role = _OPTION, gradient: bool = True) -> Any:
-    """A field that is an array, or a pytree of arrays; with the default ``None`` an option, for which that is enough.
+def array(*, default: None, role: Role = _OPTION, gradient: bool = True) -> Any:
+    """A field that is an array, or a pytree of arrays, or ``None``; one of role "option" needs no more than ``= None``.
 
     Args:
       gradient: False if no backend computes one although the array is floating-point.

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -37,20 +36,19 @@ class WeightOnlyCase(Case):
         packing, shape = FORMATS[self.format], (groups_of(self.k, self.group), self.n)
         codes = random.integers(0, 256, (packing.units(self.k), self.n, 32), np.uint8)
         if self.format == "mxfp4":
-            exponents = random.integers(124, 128, shape, np.uint8)
-            scales = jax.lax.bitcast_convert_type(jnp.asarray(exponents), jnp.float8_e8m0fnu)
+            scales = jnp.asarray(random.integers(124, 128, shape, np.uint8))
         else:
             # Weights of about 1, as x is.
             drawn = random.uniform(0.5, 1.5, shape) / (1 << (packing.bits - 1))
             scales = jnp.asarray(drawn.astype(np.float32), jnp.dtype(self.scale_dtype))
-        options: dict[str, Any] = {"format": self.format, "group": self.group}
+        options: dict[str, Any] = {"scales": scales, "format": self.format, "group": self.group}
         if self.zeros:
             options["zeros"] = jnp.asarray(random.integers(-4, 4, shape), jnp.int16)
         if self.ordered:
             options["order"] = jnp.asarray(random.permutation(self.k), jnp.int32)
         if self.preferred_element_type is not None:
             options["preferred_element_type"] = self.preferred_element_type
-        return (normal(random, (self.rows, self.k), self.dtype), jnp.asarray(codes), scales), options
+        return (normal(random, (self.rows, self.k), self.dtype), jnp.asarray(codes)), options
 
 
 def jax_dequantized(case: WeightOnlyCase) -> Peer | str:
@@ -58,13 +56,13 @@ def jax_dequantized(case: WeightOnlyCase) -> Peer | str:
     if case.ordered:
         return "rows of a weight in their own order only"
 
-    def matmul(x: Any, codes: Any, scales: Any, *, format: str, group: int | None, zeros: Any = None, **_: Any) -> Any:
+    def matmul(x: Any, codes: Any, *, scales: Any, format: str, group: int | None, zeros: Any = None, **_: Any) -> Any:
         return jnp.matmul(x, dequantized(codes, scales, zeros, format, group, x.shape[-1], x.dtype).T)
 
     return matmul
 
 
-_SMALL = WeightOnlyCase("small", rows=4, k=64, n=24, group=None)
+_SMALL = WeightOnlyCase("small", rows=4, k=64, n=24, group=32)
 _SQUARE = {"k": 8192, "n": 8192}
 
 CASES = OpCases(

@@ -34,7 +34,7 @@ def mxfp4_to_e4m3(weight: PackedWeight) -> Quantized:
         given = weight.format if isinstance(weight, PackedWeight) else type(weight).__name__
         raise ValueError(f"weight must be a PackedWeight in mxfp4, got {given}")
     k, block = weight.k, (SCALE_BLOCK, SCALE_BLOCK)
-    biased = lax.bitcast_convert_type(weight.scales, jnp.uint8).astype(jnp.int32)  # [..., groups, n]
+    biased = weight.scales.astype(jnp.int32)  # [..., groups, n]
     *leading, groups, n = biased.shape
     per_block = SCALE_BLOCK // MXFP4_GROUP
     ends = [(0, 0)] * len(leading) + [(0, -groups % per_block), (0, -n % SCALE_BLOCK)]

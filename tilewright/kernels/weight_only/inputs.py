@@ -19,7 +19,7 @@ class WeightOnlyInputs(OpInputs):
 
     Attributes:
       codes: in the order of ``packing``.
-      scales: float8_e8m0fnu in mxfp4.
+      scales: in mxfp4 bytes of E8M0.
       out_dtype: the name of the dtype of the result.
       zeros: numbers that stand for zero, in the shape of scales; ``None`` for 0.
       order: the column of x that meets each row of the stored weight; ``None`` for the same.
@@ -29,12 +29,12 @@ class WeightOnlyInputs(OpInputs):
 
     x: Float[Array, "*leading k"]
     codes: UInt8[Array, "units n 32"]
-    scales: Real[Array, "groups n"] = array(gradient=False)
+    scales: Real[Array, "groups n"]
     out_dtype: str = static()
+    format: str = static()
+    group: int | None = static()
     zeros: Real[Array, "groups n"] | None = array(default=None, gradient=False)
     order: Int32[Array, " k"] | None = None
-    format: str = static(default="int4")
-    group: int | None = static(default=None)
 
     @functools.cached_property
     def packing(self) -> Packing:

@@ -1,6 +1,8 @@
 """Matmuls with weights of few bits: the argument list, its checks and the public function."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, get_args
 
 import jax
@@ -19,6 +21,7 @@ from tilewright.kernels.op.arguments import (
     to_32_bit,
 )
 from tilewright.kernels.op.cases import OpCases, generator_of
+from tilewright.kernels.op.contents import Check, Finder, Given, shape_of
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.weight_only.cases import CASES, WeightOnlyCase
@@ -30,12 +33,33 @@ from tilewright.ops.kernel.parts import Product
 from tilewright.ops.utils.stable_ids import stable_id
 
 
+def _range_of_zeros(given: Given) -> Finder | None:
+    """Zero points that kernels subtract exactly in bfloat16, whatever the code is."""
+    largest = 8 if given.get("format", "int4") == "int4" else 128
+    return functools.partial(_faults, low=-largest, high=largest)
+
+
+def _range_of_order(given: Given) -> Finder | None:
+    """Columns of x."""
+    shape = shape_of(given, "x")
+    return functools.partial(_faults, low=0, high=shape[-1] - 1) if shape else None
+
+
+def _faults(name: str, numbers: np.ndarray, low: int, high: int) -> Iterator[str]:
+    if numbers.size and not low <= int(numbers.min()) <= int(numbers.max()) <= high:
+        yield f"{name} must be from {low} to {high}, got numbers from {numbers.min()} to {numbers.max()}"
+
+
+CONTENTS: Mapping[str, Check] = MappingProxyType({"zeros": _range_of_zeros, "order": _range_of_order})
+
+
 @stable_id("tilewright/weight_only.WeightOnlyMatmul")
 class WeightOnlyMatmul(PortfolioKernel[WeightOnlyInputs, jax.Array]):
     """A matmul with a weight of few bits; see ``weight_only_matmul`` for the arguments."""
 
     cases: ClassVar[OpCases[WeightOnlyCase]] = CASES
     core_dims: ClassVar[Mapping[str, int]] = {"x": 1}
+    contents: ClassVar[Mapping[str, Check]] = CONTENTS
 
     def __init__(self) -> None:
         backends = (
@@ -48,8 +72,8 @@ class WeightOnlyMatmul(PortfolioKernel[WeightOnlyInputs, jax.Array]):
         self,
         x: ArrayLike,
         codes: ArrayLike,
-        scales: ArrayLike,
         *,
+        scales: ArrayLike,
         zeros: ArrayLike | None = None,
         order: ArrayLike | None = None,
         format: WeightFormat = "int4",
@@ -77,9 +101,9 @@ class WeightOnlyMatmul(PortfolioKernel[WeightOnlyInputs, jax.Array]):
                 f"{stored.shape=}, {stored.dtype=}"
             )
         shape = (groups_of(k, group), stored.shape[1])
-        is_scale = scale.dtype == jnp.float8_e8m0fnu if format == "mxfp4" else has_arithmetic(scale.dtype)
+        is_scale = scale.dtype == np.uint8 if format == "mxfp4" else has_arithmetic(scale.dtype)
         if scale.shape != shape or not is_scale:
-            kind = "float8_e8m0fnu" if format == "mxfp4" else "floating-point of 16 bits or more"
+            kind = "uint8" if format == "mxfp4" else "floating-point of 16 bits or more"
             raise ValueError(
                 f"scales must be {kind} of the shape {shape}, [groups, n] with {group=}, got {scale.shape=}, "
                 f"{scale.dtype=}"
@@ -89,10 +113,10 @@ class WeightOnlyMatmul(PortfolioKernel[WeightOnlyInputs, jax.Array]):
             stored,
             to_32_bit(scale, rows.dtype),
             result_dtype(preferred_element_type, rows.dtype).name,
+            format,
+            group,
             zeros=None if zeros is None else _zeros(zeros, shape, format, rows.dtype),
             order=None if order is None else _order(order, k),
-            format=format,
-            group=group,
             platform=self.backends.allowed(platform),
         )
 
@@ -115,7 +139,7 @@ class WeightOnlyMatmul(PortfolioKernel[WeightOnlyInputs, jax.Array]):
         return Product(struct_like(inputs.x), matrix, ((len(inputs.x.shape) - 1,), (0,)), sources=(("x",), ("codes",)))
 
     def flops(self, inputs: WeightOnlyInputs, direction: Any) -> float:
-        """Those of the matmul, in either direction: only x has a gradient."""
+        """Those of the matmul, in either direction: few callers want a gradient of scales."""
         return 2.0 * inputs.rows * inputs.k * inputs.n
 
     def sampled(self, inputs: WeightOnlyInputs, key: jax.Array) -> WeightOnlyInputs:
@@ -123,8 +147,7 @@ class WeightOnlyMatmul(PortfolioKernel[WeightOnlyInputs, jax.Array]):
         random, drawn = generator_of(key), dict[str, Any]()
         drawn["codes"] = random.integers(0, 256, inputs.codes.shape, np.uint8)
         if inputs.format == "mxfp4":
-            exponents = random.integers(124, 128, inputs.scales.shape, np.uint8)
-            drawn["scales"] = exponents.view(jnp.float8_e8m0fnu)
+            drawn["scales"] = random.integers(124, 128, inputs.scales.shape, np.uint8)
         else:
             largest = 1 << (inputs.packing.bits - 1)
             drawn["scales"] = (random.uniform(0.5, 1.5, inputs.scales.shape) / largest).astype(inputs.scales.dtype)
@@ -164,7 +187,7 @@ def packed_matmul(x: ArrayLike, weight: PackedWeight, **options: Any) -> jax.Arr
     return WEIGHT_ONLY_MATMUL(
         x,
         weight.codes,
-        weight.scales,
+        scales=weight.scales,
         zeros=weight.zeros,
         order=weight.order,
         format=weight.format,
@@ -177,14 +200,14 @@ def packed_matmul(x: ArrayLike, weight: PackedWeight, **options: Any) -> jax.Arr
 def weight_only_matmul(*args: Any, **kwargs: Any) -> jax.Array:
     """A matmul with a weight that is stored in four or eight bits, ``x · ((code − zero) · scale)``.
 
-    ``matmul`` of x and a ``PackedWeight`` calls it; see there for how weights are made and read. Sums are float32. The
-    gradient of x is a matmul with the transposed weight, which has none itself.
+    ``matmul`` of x and a ``PackedWeight`` calls it. Sums are float32. The gradient of x is a matmul with the transposed
+    weight; scales that are floating-point have one, too, codes and zero points have none.
 
     Args:
       x: ``[..., k]``, floating-point of 16 bits or more.
       codes: uint8 ``[units, n, 32]``, of a ``PackedWeight``.
-      scales: ``[groups, n]``, floating-point; float8_e8m0fnu in mxfp4.
-      zeros: ``[groups, n]``, the numbers that stand for zero, −256 to 256; ``None`` for 0.
+      scales: ``[groups, n]``, floating-point; in mxfp4 uint8, exponents plus 127, of which 255 is NaN.
+      zeros: ``[groups, n]``, the numbers that stand for zero, −8 to 8 in int4, −128 to 128 in int8; ``None`` for 0.
       order: ``[k]``, the column of x that meets each row of the stored weight; ``None`` for the same.
       format: "int4", "int8" or "mxfp4".
       group: rows of the weight that share a scale, the last group may be short; ``None`` for all rows.

@@ -104,10 +104,10 @@ def values_of(codes: jax.Array, format: str, dtype: Any) -> jax.Array:
 
 
 def scaled(values: jax.Array, scales: jax.Array) -> jax.Array:
-    """Values times scales of a shape that broadcasts; exponents of float8_e8m0fnu are powers of two, 255 is NaN."""
-    if scales.dtype != jnp.float8_e8m0fnu:
+    """Values times scales of a shape that broadcasts; bytes are exponents of E8M0, plus 127, and 255 is NaN."""
+    if scales.dtype != jnp.uint8:
         return values * scales.astype(values.dtype)
-    biased = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
+    biased = scales.astype(jnp.int32)
     # 2^-127 and 2^127 times a code are numbers, but 2^-127 is no normal float32: in two steps none is lost.
     first = biased >> 1
     for part in (first - 63, biased - first - 64):
@@ -140,7 +140,6 @@ def dequantized(
 
     if zeros is not None:
         values = values - by_row(zeros.astype(wide))
-    if scales.dtype == jnp.float8_e8m0fnu:
-        scales = lax.bitcast_convert_type(scales, jnp.uint8)
-        return scaled(values, lax.bitcast_convert_type(by_row(scales), jnp.float8_e8m0fnu)).astype(dtype)
+    if scales.dtype != jnp.uint8:
+        scales = scales.astype(wide)  # before they are repeated: their gradient is a sum over rows, in this dtype
     return scaled(values, by_row(scales)).astype(dtype)

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
 from tilewright.kernels.op.arguments import as_array, has_arithmetic, is_integer
@@ -119,7 +118,7 @@ def from_mxfp4(blocks: ArrayLike, scales: ArrayLike) -> PackedWeight:
         )
     codes = jnp.stack([bytes_ & 15, bytes_ >> 4], axis=-1)
     codes = codes.reshape(*shape[:-2], shape[-2] * MXFP4_GROUP).swapaxes(-1, -2)
-    found = lax.bitcast_convert_type(exponents.swapaxes(-1, -2), jnp.float8_e8m0fnu)
+    found = exponents.swapaxes(-1, -2)
     return PackedWeight(packed(codes, "mxfp4"), found, format="mxfp4", k=codes.shape[-2], group=MXFP4_GROUP)
 
 
@@ -151,11 +150,11 @@ def _order_of(g_idx: ArrayLike | None, k: int, groups: int) -> tuple[int, jax.Ar
     if isinstance(index, jax.core.Tracer) or index.shape != (k,) or not is_integer(index.dtype):
         raise ValueError(f"g_idx must hold numbers that are known, the group of each of {k} rows, got {index}")
     rows = np.asarray(index)
-    group = -(-k // groups)
     order = np.argsort(rows, kind="stable")
-    # Of the last group fewer rows may be left.
-    if not np.array_equal(rows[order], np.arange(k) // group):
+    group = int(np.count_nonzero(rows == 0))
+    # Of the last group there may be fewer rows.
+    if group < 1 or -(-k // group) != groups or not np.array_equal(rows[order], np.arange(k) // group):
         raise ValueError(
-            f"g_idx must name each of {groups} groups {group} times, the last one may be short, got {rows}"
+            f"g_idx must name each of {groups} groups equally often, the last one may be short, got {rows}"
         )
     return group, None if np.array_equal(order, np.arange(k)) else jnp.asarray(order, jnp.int32)

@@ -31,7 +31,7 @@ class PackedWeight:
 
     Attributes:
       codes: uint8 ``[..., units, n, 32]``, in the order of ``kernels/weight_only/packing.py``.
-      scales: ``[..., groups, n]``, floating-point; float8_e8m0fnu in mxfp4.
+      scales: ``[..., groups, n]``, floating-point; in mxfp4 uint8, the bytes of E8M0: an exponent plus 127, 255 is NaN.
       zeros: ``[..., groups, n]``, the numbers of int4 (−8 to 7) or int8 that stand for zero; ``None`` for 0.
       order: int32 ``[..., k]``: row r of the stored weight is row ``order[r]`` of the weight; ``None`` for equal.
       format: "int4", "int8" or "mxfp4".
@@ -163,7 +163,7 @@ def _stored(zeros: jax.Array) -> jax.Array:
 
 
 def _mxfp4_codes(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Codes ``[..., k, n]`` and scales in float8_e8m0fnu."""
+    """Codes ``[..., k, n]`` and exponents."""
     groups = _by_group(weight, MXFP4_GROUP)
     amax = jnp.max(jnp.abs(_finite(groups)), axis=-2, initial=0.0)
     # The exponent of the greatest magnitude, less 2, which is that of the greatest e2m1.
@@ -179,4 +179,4 @@ def _mxfp4_codes(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     code = sum((halves >= bound).astype(jnp.int32) for bound in (1, 2, 3, 4, 6, 8, 12))
     sign = jnp.signbit(groups).astype(jnp.int32) << 3
     scales = jnp.where(jnp.isnan(amax), 255, biased).astype(jnp.uint8)
-    return _rows(code | sign, weight.shape[-2]), lax.bitcast_convert_type(scales, jnp.float8_e8m0fnu)
+    return _rows(code | sign, weight.shape[-2]), scales

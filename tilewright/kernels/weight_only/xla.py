@@ -21,7 +21,7 @@ class XlaWeightOnly(Backend[WeightOnlyInputs, jax.Array, FwdParams, BwdParams]):
     platform: ClassVar[Platform] = Platform.XLA
     forward_mode: ClassVar[bool] = True
     symbolic_dimensions: ClassVar[bool] = True
-    serves: ClassVar[frozenset[str]] = frozenset({"zeros", "order", "format", "group"})
+    serves: ClassVar[frozenset[str]] = frozenset({"zeros", "order"})
 
     def reasons(self, inputs: WeightOnlyInputs, device: Device, direction: Direction) -> list[str]:
         return []
@@ -39,10 +39,18 @@ class XlaWeightOnly(Backend[WeightOnlyInputs, jax.Array, FwdParams, BwdParams]):
     def backward(
         self, inputs: WeightOnlyInputs, results: Any, cotangents: jax.Array, params: BwdParams
     ) -> dict[str, jax.Array]:
-        """The gradient of x: the cotangents times the transposed weight."""
-        matrix = inputs.matrix(inputs.x.dtype)
-        d_x = dot(cotangents, matrix, (cotangents.ndim - 1, 0), None, inputs.accumulator).astype(inputs.x.dtype)
-        if inputs.order is not None:
-            # A sum and not a gather by the inverse: an order may name a column twice.
-            d_x = jnp.zeros_like(d_x).at[..., inputs.order].add(d_x)
-        return {"x": d_x}
+        """Gradients of x, by the transposed weight, and of scales, by that of the weight."""
+        gradients, dtype, leading = {}, inputs.x.dtype, tuple(range(cotangents.ndim - 1))
+        if inputs.wants("x"):
+            matrix = inputs.matrix(dtype)
+            d_x = dot(cotangents, matrix, (cotangents.ndim - 1, 0), None, inputs.accumulator).astype(dtype)
+            if inputs.order is not None:
+                # A sum and not a gather by the inverse: an order may name a column twice.
+                d_x = jnp.zeros_like(d_x).at[..., inputs.order].add(d_x)
+            gradients["x"] = d_x
+        if "scales" in inputs.gradients:
+            d_matrix = dot(cotangents, inputs.ordered, (leading, leading), None, inputs.accumulator)
+            wide = d_matrix.dtype
+            _, pull_back = jax.vjp(lambda scales: inputs.replace(scales=scales).matrix(wide), inputs.scales)
+            (gradients["scales"],) = pull_back(d_matrix)
+        return gradients

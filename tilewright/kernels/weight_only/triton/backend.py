@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
@@ -41,7 +40,7 @@ class TritonWeightOnly(Backend[WeightOnlyInputs, jax.Array, TritonWeightOnlyPara
     forward_params: ClassVar[type] = TritonWeightOnlyParams
     late_import: ClassVar[str] = "triton"
     keeps_lowering: ClassVar[bool] = True
-    serves: ClassVar[frozenset[str]] = frozenset({"zeros", "order", "format", "group"})
+    serves: ClassVar[frozenset[str]] = frozenset({"zeros", "order"})
 
     def reasons(self, inputs: WeightOnlyInputs, device: Device, direction: Direction) -> list[str]:
         reasons = unavailable(device)
@@ -81,11 +80,8 @@ class TritonWeightOnly(Backend[WeightOnlyInputs, jax.Array, TritonWeightOnlyPara
         return [footprint(inputs, params)] if isinstance(params, TritonWeightOnlyParams) else []
 
     def forward(self, inputs: WeightOnlyInputs, params: TritonWeightOnlyParams) -> jax.Array:
-        scales = inputs.scales
-        if inputs.format == "mxfp4":
-            scales = lax.bitcast_convert_type(scales, jnp.uint8)
         x = inputs.ordered.reshape(1, inputs.rows, inputs.k)
-        weight = tuple(None if each is None else each[None] for each in (inputs.codes, scales, inputs.zeros))
+        weight = tuple(None if each is None else each[None] for each in (inputs.codes, inputs.scales, inputs.zeros))
         run = functools.partial(_launch, inputs.structs, params)
         return over_batch(run, [x], weight).reshape(inputs.out_shape)
 

@@ -48,13 +48,14 @@ _INT8_BFLOAT16 = """{
 # The exponent and mantissa of e2m1 in the lowest bits of the exponent and the highest of the mantissa, where they are
 # a number too small by a power of two: subnormal, if e2m1's own is.
 _MXFP4 = """{
-    .reg .b32 sign, rest, power;
+    .reg .b32 sign, rest, power, zero;
     %(to_sign)s
     %(to_rest)s
     and.b32 rest, rest, %(rest_mask)s;
     lop3.b32 rest, sign, 0x80008000, rest, 0xEA;
     mov.b32 power, %(rebase)s;
-    fma.rn.%(type)s $0, rest, power, 0x80008000;
+    mov.b32 zero, 0x80008000;
+    fma.rn.%(type)s $0, rest, power, zero;
 }"""
 _REST = {"float16": (9, "0x0E000E00", "0x74007400"), "bfloat16": (6, "0x01C001C0", "0x7E807E80")}
 

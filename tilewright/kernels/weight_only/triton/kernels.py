@@ -3,7 +3,7 @@
 
   x       [BATCH, M, K]
   codes   [BATCH or 1, units, N, 16] words of 16 bits, in the order of ``packing``
-  scales  [BATCH or 1, groups, N], of float8_e8m0fnu its bytes
+  scales  [BATCH or 1, groups, N], or bytes of E8M0
   zeros   as scales, or no elements
   out     [BATCH, SPLITS, M, N]: sums of parts of K in float32, which the caller adds up in their order; with one part
           the result
