@@ -1,7 +1,7 @@
 """Matmuls with weights in four and eight bits: microseconds of device time beside bfloat16 and XLA.
 
-Times are taken as ``benchmarks.norms`` takes them: the kernels of a call as CUPTI reports them, each call after as much
-memory was written as the L2 cache cannot hold, all contenders in turn. Results are compared with those in float32
+Times are taken as ``benchmarks.norms`` takes them: the kernels of a call as CUPTI reports them, all contenders in turn;
+but each call comes after as much memory was read, and not written, as the L2 cache cannot hold. Results are compared with those in float32
 before anything is timed. "bfloat16" is the same matmul with a weight in bfloat16; ``of_bytes`` is the share of a copy's
 bandwidth with which weight, rows and result are moved. ``--sweep`` measures candidates beside the heuristic's.
 ``python -m benchmarks.weight_only_matmul``
@@ -20,7 +20,16 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import record, usable_cores
-from benchmarks.norms import FLUSHED_BYTES, OURS, Run, checked, measure_in_turn, sample, wall_sample
+from benchmarks.norms import (
+    FLUSHED_BYTES,
+    OURS,
+    Run,
+    checked,
+    flush_by_reading,
+    measure_in_turn,
+    sample,
+    wall_sample,
+)
 from tilewright.kernels import kernel
 from tilewright.kernels.triton import recorded_launches
 from tilewright.kernels.weight_only.cases import CASES, WeightOnlyCase
@@ -89,7 +98,10 @@ def run_cell(case: WeightOnlyCase, given: argparse.Namespace) -> dict[str, Any]:
         for params in tried(case, current_device(), given.sweep):
             runs[f"{OURS} {params}"] = functools.partial(jax.jit(forward(TritonWeightOnly(), params)), inputs)
     good, said = checked(runs, want)
-    for name, times in measure_in_turn(good, given.rounds, given.flush, wall_sample if given.wall else sample).items():
+    by_device = functools.partial(sample, flush=flush_by_reading)
+    for name, times in measure_in_turn(
+        good, given.rounds, given.flush, wall_sample if given.wall else by_device
+    ).items():
         said[name] = said.get(name, {}) | times
     copy, of_bfloat16 = (said[name].get("median_us") for name in ("copy", "bfloat16"))
     for each in said.values():
@@ -115,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", default=",".join(gpu), help="of " + ", ".join(gpu))
     parser.add_argument("--sweep", type=int, default=1, help="candidates of ours to measure; 1 is the heuristic alone")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--flush", type=int, default=FLUSHED_BYTES, help="bytes written before each call; not 0")
+    parser.add_argument("--flush", type=int, default=FLUSHED_BYTES, help="bytes read before each call; not 0")
     parser.add_argument("--wall", action="store_true", help="the host's clock: whether everything runs")
     parser.add_argument("--compile", metavar="DEVICE", help="only compile for a device, such as 'NVIDIA H200', ahead")
     parser.add_argument("--name", default="weight_only_matmul", help="of the record")

@@ -72,6 +72,6 @@ class WeightOnlyInputs(OpInputs):
 
 
 def weight_only_reference(inputs: WeightOnlyInputs) -> jax.Array:
-    """The result in float32, or in float64 if x is; differentiable in x."""
+    """The result in float32, or in float64 if x is, of a weight in x's dtype: for exact results widen x."""
     wide = jnp.promote_types(inputs.x.dtype, jnp.float32)
-    return jnp.matmul(inputs.ordered.astype(wide), inputs.matrix(wide).T)
+    return jnp.matmul(inputs.ordered.astype(wide), inputs.matrix(inputs.x.dtype).astype(wide).T)

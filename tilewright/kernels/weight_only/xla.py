@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from tilewright.kernels.numerics.dots import dot
 from tilewright.kernels.op.backend import Backend
@@ -32,7 +33,8 @@ class XlaWeightOnly(Backend[WeightOnlyInputs, jax.Array, FwdParams, BwdParams]):
         return [FwdParams() if direction == "forward" else BwdParams()]
 
     def forward(self, inputs: WeightOnlyInputs, params: FwdParams) -> jax.Array:
-        x = inputs.ordered
+        # XLA compiles no matmul of a gathered operand in bfloat16 for CPUs.
+        x = inputs.x if inputs.order is None else lax.optimization_barrier(inputs.ordered)
         product = dot(x, inputs.matrix(x.dtype), (x.ndim - 1, 1), None, inputs.accumulator)
         return product.astype(inputs.out_dtype)
 

@@ -48,7 +48,7 @@ class TritonWeightOnlyParams:
 
     def __post_init__(self) -> None:
         for name, minimum, maximum in (
-            ("rows", MIN_ROWS, 256), ("columns", 16, 256), ("span", 32, 512), ("spans", 1, 8), ("num_warps", 1, 8),
+            ("rows", MIN_ROWS, 256), ("columns", 16, 256), ("span", 32, 512), ("spans", 1, 8), ("num_warps", 1, 16),
         ):  # fmt: skip
             value = getattr(self, name)
             if type(value) is not int or value & (value - 1) or not minimum <= value <= maximum:
@@ -79,13 +79,20 @@ def fits_groups(inputs: WeightOnlyInputs) -> bool:
 # leave it whole, which saves the second kernel). Two warps multiply by MMAs of warps, for which x needs no fence; four
 # by wgmma on Hopper. Not measured.
 _FEW = (
-    (64, 2, 2, 4, 4), (64, 2, 2, 4, 8), (64, 2, 2, 4, 2), (32, 2, 2, 6, 0), (32, 2, 1, 6, 0), (16, 2, 1, 6, 0),
-    (32, 2, 2, 4, 8), (128, 2, 4, 4, 4), (64, 2, 4, 4, 4),
+    (64, 2, 2, 4, 2), (32, 2, 2, 6, 0), (64, 2, 2, 6, 2), (64, 2, 2, 6, 1), (32, 2, 2, 8, 0), (64, 2, 4, 6, 0),
+    (64, 2, 2, 4, 4), (128, 2, 4, 4, 1), (32, 4, 2, 4, 0), (64, 4, 4, 4, 0),
 )  # fmt: skip
-_SOME = ((128, 1, 8, 4, 2), (64, 1, 4, 4, 4), (256, 1, 8, 4, 1), (64, 1, 4, 4, 2), (128, 1, 8, 4, 1))
+_SOME = (
+    (256, 1, 8, 4, 1),
+    (128, 1, 8, 4, 2),
+    (256, 1, 8, 3, 2),
+    (256, 1, 16, 4, 1),
+    (128, 1, 8, 4, 1),
+    (64, 1, 4, 4, 4),
+)
 # Tiles of many rows: rows, columns, span, warps, stages. Elements of the weight are scaled, for sums are more of them.
 _MANY: tuple[tuple[int, ...], ...] = (
-    (256, 128, 128, 8, 3), (128, 128, 128, 8, 3), (256, 128, 64, 8, 4), (128, 64, 128, 4, 3), (128, 64, 64, 4, 4),
+    (128, 256, 128, 16, 4), (256, 128, 64, 8, 4), (256, 128, 128, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 4),
     (64, 64, 64, 4, 4),
 )  # fmt: skip
 _MANY_ON_AMPERE: tuple[tuple[int, ...], ...] = ((128, 64, 64, 4, 3), (64, 64, 64, 4, 3), (64, 32, 64, 2, 3))
