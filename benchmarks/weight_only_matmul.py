@@ -1,9 +1,10 @@
 """Matmuls with weights in four and eight bits: microseconds of device time beside bfloat16 and XLA.
 
-Times are taken as ``benchmarks.norms`` takes them: the kernels of a call as CUPTI reports them, all contenders in turn;
-but each call comes after as much memory was read, and not written, as the L2 cache cannot hold. Results are compared with those in float32
-before anything is timed. "bfloat16" is the same matmul with a weight in bfloat16; ``of_bytes`` is the share of a copy's
-bandwidth with which weight, rows and result are moved. ``--sweep`` measures candidates beside the heuristic's.
+Times are taken as ``benchmarks.norms`` does: the kernels of a call as CUPTI reports them, all contenders in turn; but
+each call comes after as much memory was read, and not written, as the L2 cache cannot hold. Results are compared with
+those in float32 before anything is timed. "bfloat16" is the same matmul with a weight in bfloat16; ``of_bytes`` is the
+share of a copy's bandwidth with which weight, rows and result are moved. ``--sweep`` measures candidates beside the
+heuristic's.
 ``python -m benchmarks.weight_only_matmul``
 """
 
