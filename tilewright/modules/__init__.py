@@ -92,6 +92,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "tilewright.kernels.router.op": ("TopKRouter", "top_k_router"),
     "tilewright.kernels.sampling.ops.linear_sample": ("LinearSample", "linear_sample"),
     "tilewright.kernels.sampling.ops.sample": ("Sample", "sample"),
+    "tilewright.kernels.scaled_linear.linear": ("scaled_linear",),
+    "tilewright.kernels.scaled_linear.recipe": ("Recipe",),
     "tilewright.kernels.selective_scan.ops.selective_scan": ("SelectiveScan", "selective_scan"),
     "tilewright.kernels.selective_scan.ops.selective_scan_step": ("SelectiveScanStep", "selective_scan_step"),
     "tilewright.kernels.weight_only.expanding": ("mxfp4_to_e4m3",),

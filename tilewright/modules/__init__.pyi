@@ -46,6 +46,8 @@ from tilewright.kernels.paged_attention.ops.unified_attention import UnifiedAtte
 from tilewright.kernels.paged_attention.ops.update_pages import UpdatePages
 from tilewright.kernels.permutation.ops.permute import Permute
 from tilewright.kernels.permutation.ops.unpermute import Unpermute
+from tilewright.kernels.quantize.op import Quantize
+from tilewright.kernels.quantize.quantized import Format, Quantized, Scaling
 from tilewright.kernels.rope.op import Rope
 from tilewright.kernels.rope.scaling import (
     LinearScaling,
@@ -59,6 +61,7 @@ from tilewright.kernels.router.inputs import Scoring
 from tilewright.kernels.router.op import TopKRouter
 from tilewright.kernels.sampling.ops.linear_sample import LinearSample
 from tilewright.kernels.sampling.ops.sample import Sample
+from tilewright.kernels.scaled_linear.recipe import Recipe
 from tilewright.kernels.selective_scan.ops.selective_scan import SelectiveScan
 from tilewright.kernels.selective_scan.ops.selective_scan_step import SelectiveScanStep
 from tilewright.modules import base
@@ -88,8 +91,11 @@ __all__ = [
     "NtkScaling",
     "PageAttention",
     "Permute",
+    "Quantize",
+    "Quantized",
     "RaggedDecodeAttention",
     "RaggedPageAttention",
+    "Recipe",
     "RmsNorm",
     "Rope",
     "RopeScaling",
@@ -145,6 +151,7 @@ __all__ = [
     "moe_mlp",
     "page_attention",
     "permute",
+    "quantize",
     "quantize_latents",
     "ragged_decode_attention",
     "ragged_page_attention",
@@ -159,6 +166,7 @@ __all__ = [
     "rwkv7",
     "rwkv7_step",
     "sample",
+    "scaled_linear",
     "selective_scan",
     "selective_scan_step",
     "shared_prefix_page_attention",
@@ -1621,6 +1629,45 @@ def page_attention(
     platform: PlatformOption = None,
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
+@overload
+def quantize(
+    x: ArrayLike,
+    *,
+    format: Format = "e4m3",
+    scaling: Scaling = "tensor",
+    axis: int = -1,
+    block: tuple[int, int] | None = None,
+    power_of_two: bool = False,
+    transposed: Literal[False] = False,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Quantized: ...
+@overload
+def quantize(
+    x: ArrayLike,
+    *,
+    format: Format = "e4m3",
+    scaling: Scaling = "tensor",
+    axis: int = -1,
+    block: tuple[int, int] | None = None,
+    power_of_two: bool = False,
+    transposed: Literal[True],
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> tuple[Quantized, Quantized]: ...
+@overload
+def quantize(
+    x: ArrayLike,
+    *,
+    format: Format = "e4m3",
+    scaling: Scaling = "tensor",
+    axis: int = -1,
+    block: tuple[int, int] | None = None,
+    power_of_two: bool = False,
+    transposed: bool = False,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Quantized | tuple[Quantized, Quantized]: ...
 def quantize_latents(latents: ArrayLike) -> Array: ...
 @overload
 def ragged_decode_attention(
@@ -2598,8 +2645,8 @@ def glu(
     cfg: object = None,
 ) -> Array: ...
 def grouped_matmul(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
+    lhs: ArrayLike | Quantized,
+    rhs: ArrayLike | Quantized,
     group_sizes: ArrayLike,
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -2697,13 +2744,15 @@ def linear_sample(
     cfg: object = None,
 ) -> tuple[Array, Array]: ...
 def matmul(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
+    lhs: ArrayLike | Quantized,
+    rhs: ArrayLike | Quantized,
     *,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    lhs_scale: ArrayLike | None = None,
+    rhs_scale: ArrayLike | None = None,
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array: ...
@@ -2801,6 +2850,12 @@ def rwkv7_step(
     cfg: Any = None,
     state_layout: StateLayout = "kv",
 ) -> tuple[Array, Array]: ...
+def scaled_linear(
+    x: ArrayLike,
+    weight: ArrayLike,
+    *,
+    recipe: Recipe = Recipe(scaling="tensor", format="e4m3", gradient_format=None, power_of_two=False),
+) -> Array: ...
 def selective_scan_step(
     state_pool: ArrayLike,
     u: ArrayLike,

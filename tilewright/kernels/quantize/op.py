@@ -26,7 +26,11 @@ class Quantize(InferenceKernel[QuantizeInputs, QuantizeResults]):
     cases: ClassVar[OpCases[QuantizeCase]] = CASES
 
     def __init__(self) -> None:
-        super().__init__("quantize", version="1", backends=("tilewright.kernels.quantize.xla:XlaQuantize",))
+        backends = (
+            "tilewright.kernels.quantize.triton.backend:TritonQuantize",
+            "tilewright.kernels.quantize.xla:XlaQuantize",
+        )
+        super().__init__("quantize", version="1", backends=backends)
 
     def prepare(
         self,
