@@ -72,7 +72,7 @@ def quantize_weight(
     format: WeightFormat = "int4",
     group: int | None = 128,
     symmetric: bool = True,
-    scale_dtype: DTypeLike = jnp.float32,
+    scale_dtype: DTypeLike = "float32",
 ) -> PackedWeight:
     """A weight in four or eight bits, by rounding to the nearest, ties to even.
 
