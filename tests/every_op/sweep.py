@@ -113,6 +113,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "ServingCase.sliding_window": WINDOWS,
     "ServingCase.softmax_scale": (None, 0.25, 1.0, -1.0),
     "ServingCase.value_dim": (None, 1, 64, 80, 128, 512),
+    "WeightOnlyCase.group": (None, 1, 7, 32, 64, 100, 128),
+    "WeightOnlyCase.preferred_element_type": (None, *DTYPES),
+    "WeightOnlyCase.scale_dtype": DTYPES,
     "StepCase.batch": (0, *FEW),
     "StepCase.heads": FEW,
     "StepCase.key_dim": (0, 1, 8, 16, 60, 64, 96, 128, 256, 2049),
@@ -289,6 +292,8 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: getattr(c, "lhs_scale", "none") != "none" or getattr(c, "rhs_scale", "none") != "none",
         gradients=True,
     ),
+    Refusal(ValueError, "and 32 in mxfp4", lambda c: getattr(c, "format", "") == "mxfp4" and c.group != 32),
+    Refusal(ValueError, "has no zero points", lambda c: getattr(c, "format", "") == "mxfp4" and c.zeros),
 )
 
 

@@ -30,6 +30,7 @@ SCALARS: dict[str, Any] = {
     "axis": -1,
     "fraction": 0.5,
     "capacity": 1,
+    "group": 32,
     "num_groups": 2,
     "top_groups": 1,
     "transpose_lhs": False,

@@ -96,6 +96,10 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "tilewright.kernels.scaled_linear.recipe": ("Recipe",),
     "tilewright.kernels.selective_scan.ops.selective_scan": ("SelectiveScan", "selective_scan"),
     "tilewright.kernels.selective_scan.ops.selective_scan_step": ("SelectiveScanStep", "selective_scan_step"),
+    "tilewright.kernels.weight_only.expanding": ("mxfp4_to_e4m3",),
+    "tilewright.kernels.weight_only.op": ("WeightOnlyMatmul", "weight_only_matmul"),
+    "tilewright.kernels.weight_only.readers": ("from_awq", "from_gptq", "from_mxfp4"),
+    "tilewright.kernels.weight_only.weights": ("PackedWeight", "quantize_weight"),
     "tilewright.modules.attention": ("dot_product_attention",),
     "tilewright.modules.serving": ("flash_mla",),
 }

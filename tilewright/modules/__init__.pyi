@@ -64,6 +64,9 @@ from tilewright.kernels.sampling.ops.sample import Sample
 from tilewright.kernels.scaled_linear.recipe import Recipe
 from tilewright.kernels.selective_scan.ops.selective_scan import SelectiveScan
 from tilewright.kernels.selective_scan.ops.selective_scan_step import SelectiveScanStep
+from tilewright.kernels.weight_only.op import WeightOnlyMatmul
+from tilewright.kernels.weight_only.packing import WeightFormat
+from tilewright.kernels.weight_only.weights import PackedWeight
 from tilewright.modules import base
 
 __all__ = [
@@ -89,6 +92,7 @@ __all__ = [
     "MlaRaggedPageAttention",
     "MoeMlp",
     "NtkScaling",
+    "PackedWeight",
     "PageAttention",
     "Permute",
     "Quantize",
@@ -107,6 +111,7 @@ __all__ = [
     "UnifiedAttention",
     "Unpermute",
     "UpdatePages",
+    "WeightOnlyMatmul",
     "YarnScaling",
     "all_gather_matmul",
     "base",
@@ -125,6 +130,9 @@ __all__ = [
     "dot_product_attention",
     "flash_attention",
     "flash_mla",
+    "from_awq",
+    "from_gptq",
+    "from_mxfp4",
     "gated_delta_rule",
     "gated_delta_rule_step",
     "gated_grouped_matmul",
@@ -149,10 +157,12 @@ __all__ = [
     "mla_decode",
     "mla_ragged_page_attention",
     "moe_mlp",
+    "mxfp4_to_e4m3",
     "page_attention",
     "permute",
     "quantize",
     "quantize_latents",
+    "quantize_weight",
     "ragged_decode_attention",
     "ragged_page_attention",
     "retention",
@@ -177,6 +187,7 @@ __all__ = [
     "unpermute",
     "unzigzag",
     "update_pages",
+    "weight_only_matmul",
     "zigzag",
 ]
 
@@ -995,6 +1006,8 @@ def flash_attention(
     cfg: object = None,
     dropout_rng: None = None,
 ) -> Array | tuple[Array, Array]: ...
+def from_awq(qweight: ArrayLike, qzeros: ArrayLike, scales: ArrayLike) -> PackedWeight: ...
+def from_mxfp4(blocks: ArrayLike, scales: ArrayLike) -> PackedWeight: ...
 @overload
 def gated_delta_rule(
     q: ArrayLike,
@@ -1566,6 +1579,7 @@ def mla_ragged_page_attention(
     platform: PlatformOption = None,
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
+def mxfp4_to_e4m3(weight: PackedWeight) -> Quantized: ...
 @overload
 def page_attention(
     query: ArrayLike,
@@ -2586,6 +2600,15 @@ def delta_rule_step(
 
 flash_mla = mla_decode
 
+def from_gptq(
+    qweight: ArrayLike,
+    qzeros: ArrayLike,
+    scales: ArrayLike,
+    g_idx: ArrayLike | None = None,
+    *,
+    bits: int = 4,
+    version: int = 1,
+) -> PackedWeight: ...
 def gated_delta_rule_step(
     q: ArrayLike,
     k: ArrayLike,
@@ -2636,8 +2659,8 @@ def gated_linear_attention_step(
 ) -> tuple[Array, Array]: ...
 def glu(
     x: ArrayLike,
-    gate: ArrayLike,
-    up: ArrayLike,
+    gate: ArrayLike | PackedWeight,
+    up: ArrayLike | PackedWeight,
     *,
     activation: Activation = "silu",
     transpose_rhs: bool = False,
@@ -2745,7 +2768,7 @@ def linear_sample(
 ) -> tuple[Array, Array]: ...
 def matmul(
     lhs: ArrayLike | Quantized,
-    rhs: ArrayLike | Quantized,
+    rhs: ArrayLike | Quantized | PackedWeight,
     *,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
@@ -2793,6 +2816,14 @@ def permute(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> tuple[Array, Array, Array]: ...
+def quantize_weight(
+    weight: ArrayLike,
+    *,
+    format: WeightFormat = "int4",
+    group: int | None = 128,
+    symmetric: bool = True,
+    scale_dtype: DTypeLike = "float32",
+) -> PackedWeight: ...
 def retention_step(
     q: ArrayLike,
     k: ArrayLike,
@@ -2906,4 +2937,17 @@ def top_k_router(
 ) -> tuple[Array, Array]: ...
 def unpermute(
     rows: ArrayLike, source: ArrayLike, weights: ArrayLike, *, platform: PlatformOption = None, cfg: object = None
+) -> Array: ...
+def weight_only_matmul(
+    x: ArrayLike,
+    codes: ArrayLike,
+    *,
+    scales: ArrayLike,
+    zeros: ArrayLike | None = None,
+    order: ArrayLike | None = None,
+    format: WeightFormat = "int4",
+    group: int | None = 128,
+    preferred_element_type: DTypeLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
 ) -> Array: ...

@@ -109,7 +109,7 @@ def _interpreted(function: Callable[..., Any]) -> Any:
 def _language(interpreter: ModuleType, meanings: Mapping[str, Callable[[np.ndarray], np.ndarray]]) -> Iterator[None]:
     """Patches ``triton.language`` with the interpreter's operations; ``@triton.jit`` functions can call each other.
 
-    ``meanings`` maps the text of inline assembly, of one operand and one result, to its NumPy equivalent: ``MEANINGS``
+    ``meanings`` maps the text of inline assembly, of one result, to its NumPy equivalent: ``MEANINGS``
     in the module of a kernel.
     """
     import triton.language as tl
@@ -170,8 +170,8 @@ def _builder(interpreter: ModuleType, meanings: Mapping[str, Callable[[np.ndarra
     ) -> Any:
         if text not in meanings:
             raise NotImplementedError(f"MEANINGS of the kernel's module has no equivalent of this assembly: {text}")
-        (operand,), (kind,) = operands, kinds
-        result = handle(meanings[text](operand.data), kind.scalar)
+        (kind,) = kinds
+        result = handle(meanings[text](*(operand.data for operand in operands)), kind.scalar)
         return types.SimpleNamespace(get_result=lambda index: result)
 
     def create_splat(block: TritonType, scalar: Handle) -> Any:

@@ -14,6 +14,8 @@ from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.quantize.quantized import Quantized
+from tilewright.kernels.weight_only.op import packed_matmul
+from tilewright.kernels.weight_only.weights import PackedWeight
 from tilewright.ops.utils.stable_ids import stable_id
 
 
@@ -33,7 +35,7 @@ class Matmul(MatmulKernel):
     def prepare(
         self,
         lhs: ArrayLike | Quantized,
-        rhs: ArrayLike | Quantized,
+        rhs: ArrayLike | Quantized | PackedWeight,
         *,
         transpose_lhs: bool = False,
         transpose_rhs: bool = False,
@@ -76,11 +78,13 @@ MATMUL = Matmul()
 def matmul(*args: Any, **kwargs: Any) -> jax.Array:
     """A matmul, ``lhs · rhs``, with sums in float32.
 
+    A ``PackedWeight`` of few bits makes it a call of ``weight_only_matmul``, with its platforms and configs.
+
     Args:
       lhs: ``[..., k]``, floating-point; ``Quantized`` along k if rhs is: of float8, which brings ``lhs_scale``, or of
         int8, whose sums are in int32, by XLA.
       rhs: ``[k, n]``, floating-point; ``Quantized`` with one scale, one for each column, or one for each block of
-        128 × 128.
+        128 × 128; or a ``PackedWeight``, which is not transposed, nor is lhs then.
       transpose_lhs: lhs is ``[k, m]``.
       transpose_rhs: rhs is ``[n, k]``.
       precision: as in ``jax.lax.dot``, of one value for both operands.
@@ -99,6 +103,29 @@ def matmul(*args: Any, **kwargs: Any) -> jax.Array:
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
     operands = (*args[:2], kwargs.get("lhs"), kwargs.get("rhs"))
+    if any(isinstance(each, PackedWeight) for each in operands):
+        return _of_packed(*args, **kwargs)
     if any(isinstance(each, Quantized) for each in operands):
         return matmul_of_quantized(MATMUL, *args, **kwargs)
     return MATMUL(*args, **kwargs)
+
+
+def _of_packed(
+    lhs: ArrayLike,
+    rhs: PackedWeight,
+    *,
+    transpose_lhs: bool = False,
+    transpose_rhs: bool = False,
+    precision: PrecisionLike = None,
+    **options: Any,
+) -> jax.Array:
+    if not isinstance(rhs, PackedWeight) or isinstance(lhs, Quantized | PackedWeight):
+        raise ValueError(
+            f"rhs alone may be a packed weight, beside a plain lhs, got {type(lhs).__name__}, {type(rhs).__name__}"
+        )
+    if transpose_lhs or transpose_rhs or precision is not None:
+        raise ValueError(
+            f"a packed weight is multiplied as it is, got {transpose_lhs=}, {transpose_rhs=}, {precision=}; "
+            "matmul(lhs, rhs.dequantize(lhs.dtype)) takes them"
+        )
+    return packed_matmul(lhs, rhs, **options)
