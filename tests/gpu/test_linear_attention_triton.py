@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.linear_attention.conformance import exact, inputs_of
+from tests.kernels.linear_attention.conformance import check_contained, exact, inputs_of
 from tests.kernels.linear_attention.gpu_conformance import GpuConformance, relative_error
 from tilewright.kernels.linear_attention.cases import LinearAttentionCase
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
@@ -175,3 +175,20 @@ def test_every_candidate(name: str):
         got = found(name, PerDirection(*(Choice("triton", params) for params in ways)))
         errors = {key: relative_error(x, want[key]) for key, x in got.items()}
         assert max(errors.values()) < 1.5e-2, (number, errors)
+
+
+@pytest.mark.parametrize(
+    ("gate", "update"),
+    [("none", "add"), ("none", "delta"), ("token", "delta"), ("channel", "delta"), ("channel", "removal")],
+)
+@pytest.mark.parametrize("backend", [BACKEND, XlaLinearAttention()], ids=lambda each: each.name)
+def test_tokens_that_are_not_finite(backend: Any, gate: Any, update: Any):
+    case = LinearAttentionCase(
+        "", length=200, heads=2, key_dim=64, gate=gate, update=update, dtype="bfloat16", qk_l2norm=update == "delta"
+    )
+
+    def forward(inputs: LinearAttentionInputs) -> Any:
+        params = next(iter(backend.candidates(inputs.structs, current_device(), "forward")))
+        return jax.jit(lambda inputs: backend.forward(inputs, params))(inputs)
+
+    check_contained(forward, case, 101)
