@@ -18,13 +18,20 @@ from tests.kernels.linear_attention.gpu_conformance import SMALL, GpuConformance
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.linear_attention.cases import LinearAttentionCase
 from tilewright.kernels.linear_attention.hopper.backend import HopperLinearAttention
-from tilewright.kernels.linear_attention.hopper.params import HopperLinearAttentionParams, listed_params
+from tilewright.kernels.linear_attention.hopper.params import (
+    HopperLinearAttentionGradientParams,
+    HopperLinearAttentionParams,
+    listed_params,
+)
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
+from tilewright.kernels.linear_attention.passes.chunks import TritonPass
 from tilewright.kernels.triton.interpreter import interpret_triton
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 
 BACKEND = HopperLinearAttention()
+TOKENS = TritonPass(64, 4, 1)
+GRADIENT_PARAMS = HopperLinearAttentionGradientParams(1, 2, TOKENS)
 FULL = dataclasses.replace(SMALL, key_dim=64, value_dim=64, dtype="bfloat16")
 
 
@@ -44,7 +51,7 @@ class TestHopper(GpuConformance):
         return dataclasses.replace(case, dtype="bfloat16", key_dim=64, value_dim=64)
 
     def params(self, inputs: LinearAttentionInputs) -> tuple[Any, Any]:
-        return HopperLinearAttentionParams(1, 2), None
+        return HopperLinearAttentionParams(1, 2), GRADIENT_PARAMS
 
 
 run = TestHopper()

@@ -97,7 +97,7 @@ def token_gradients(
     )  # fmt: skip
     if inputs.qk_l2norm:
         d_query, d_key = normalized_gradients(inputs, d_query, d_key)
-    found = {"query": d_query, "key": d_key, "value": d_value, "initial_state": passed.d_initial}
+    found: dict[str, Any] = {"query": d_query, "key": d_key, "value": d_value, "initial_state": passed.d_initial}
     if delta:
         found["beta"] = d_beta.sum(0)
     if gate:
