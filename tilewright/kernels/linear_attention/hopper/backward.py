@@ -77,29 +77,32 @@ def consume_back(ctx: PassContext, state: Ref, columns: pl.Slice, step: Scalar) 
     # It also says that rows behind the last token are cleared.
     scores.load_from_shared(step)
     gates = gates_of(tokens, step)
-    above, power = lax.optimization_barrier((values_of(tokens, step), of_columns(gates, READ_QUERY)))
+    above = lax.optimization_barrier(values_of(tokens, step))
 
-    def products(from_state: Ref, from_scores: Ref) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """K D, Pᵀ dO and the decays to the end of the chunk, which all but the last need."""
+    def update(acc: Ref) -> jax.Array:
+        """The gradient of U."""
         to_end = lax.optimization_barrier(of_columns(gates, TO_END))
-        mma(from_state, rounded, rows_of(tokens, step, ROWS_OF_K).T)
-        plgpu.wgmma(from_scores, above, scores.get_mma_tile(step))
+        mma(acc, rounded, rows_of(tokens, step, ROWS_OF_K).T)
         keep_state(ctx, rounded, columns, step)
-        return from_state[...], from_scores[...], to_end
+        acc[...] = acc[...] * spread(to_end, SHAPE, 1)
+        plgpu.wgmma(acc, above, scores.get_mma_tile(step))
+        return acc[...]
 
-    accumulators = plgpu.ACC(SHAPE, jnp.float32), plgpu.ACC(SHAPE, jnp.float32)
-    from_state, from_scores, to_end = pl.run_scoped(products, *accumulators)
-    found = from_scores + from_state * spread(to_end, SHAPE, 1)
+    found = pl.run_scoped(update, plgpu.ACC(SHAPE, jnp.float32))
     scores.release(step)
     if solve is not None:
         found = solved_back(solve, found, step)
-    above = (above.astype(jnp.float32) * spread(power, SHAPE, 1)).astype(ctx.dtype)
+    above = (above.astype(jnp.float32) * spread(of_columns(gates, READ_QUERY), SHAPE, 1)).astype(ctx.dtype)
+    erased = None
+    if solve is not None:
+        power = -of_columns(gates, BETA) * of_columns(gates, READ_KEY)
+        erased = (found * spread(power, SHAPE, 1)).astype(ctx.dtype)
+    found = found.astype(ctx.dtype)
     last = lax.optimization_barrier(plgpu.load(gates.at[LAST], layout=row_layout()))
     state[...] = state[...] * across(last, ctx.call.key_dim)
     mma(state, above, rows_of(tokens, step, ROWS_OF_Q))
-    if solve is not None:
-        erased = -of_columns(gates, BETA) * of_columns(gates, READ_KEY)
-        mma(state, (found * spread(erased, SHAPE, 1)).astype(ctx.dtype), rows_of(tokens, step, ROWS_OF_K))
+    if erased is not None:
+        mma(state, erased, rows_of(tokens, step, ROWS_OF_K))
     if ctx.call.stores_tokens:
         store_tokens(ctx, found, columns, step)
     plgpu.wgmma_wait(0)
