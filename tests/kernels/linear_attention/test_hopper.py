@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("unoptimised")
 
 BACKEND = HopperLinearAttention()
 TOKENS = TritonPass(64, 4, 1)
-GRADIENT_PARAMS = HopperLinearAttentionGradientParams(1, 2, TOKENS)
+GRADIENT_PARAMS = HopperLinearAttentionGradientParams(1, 2, TOKENS, ctas=2)
 FULL = dataclasses.replace(SMALL, key_dim=64, value_dim=64, dtype="bfloat16")
 
 
@@ -78,9 +78,15 @@ def check(inputs: LinearAttentionInputs, results: Any, limit: float = 5e-3) -> N
 
 
 def gradients(
-    inputs: LinearAttentionInputs, consumers: int = 1, stages: int = 2, segment: int = 0, *, races: bool = False
+    inputs: LinearAttentionInputs,
+    consumers: int = 1,
+    stages: int = 2,
+    segment: int = 0,
+    ctas: int = 2,
+    *,
+    races: bool = False,
 ) -> Any:
-    params = HopperLinearAttentionGradientParams(consumers, stages, TOKENS, segment)
+    params = HopperLinearAttentionGradientParams(consumers, stages, TOKENS, segment, ctas)
     cotangents = run.cotangents(inputs)
     with machine(races=races):
         return jax.block_until_ready(

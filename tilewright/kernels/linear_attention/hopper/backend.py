@@ -4,8 +4,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from tilewright.kernels.hopper.device import device_reasons, num_sms
-from tilewright.kernels.linear_attention.chunks import chunk_reasons
-from tilewright.kernels.linear_attention.hopper.call import Params, backward, forward, pass_call
+from tilewright.kernels.linear_attention.chunks import chunk_count, chunk_reasons
+from tilewright.kernels.linear_attention.hopper import tokens
+from tilewright.kernels.linear_attention.hopper.call import Params, backward, forward, pass_call, token_call
 from tilewright.kernels.linear_attention.hopper.params import (
     HopperLinearAttentionGradientParams,
     HopperLinearAttentionParams,
@@ -81,7 +82,11 @@ class HopperLinearAttention(
     def footprints(
         self, inputs: LinearAttentionInputs, device: Device, direction: Direction, params: Params
     ) -> Sequence[Footprint]:
-        return [footprint(call, inputs.value.dtype) for call in _calls(inputs, direction, params)]
+        found = [footprint(call, inputs.value.dtype) for call in _calls(inputs, direction, params)]
+        if isinstance(params, HopperLinearAttentionGradientParams) and params.ctas and inputs.beta is not None:
+            call = token_call(inputs, chunk_count(inputs), params.ctas)
+            found.append(tokens.footprint(call, inputs.value.dtype))
+        return found
 
     def forward(self, inputs: LinearAttentionInputs, params: HopperLinearAttentionParams) -> LinearAttentionResults:
         return run_with_sequential_vmap(lambda inputs: forward(inputs, params), inputs)

@@ -1,6 +1,7 @@
 """A call of linear attention on Hopper: a Triton kernel for what chunks need, then one for all that has states.
 
-Backward there are two of those, there and back; the gradients of tokens follow by the passes that Triton's backend has.
+Backward there are two of those, there and back. The gradients of tokens follow: of a delta rule by a kernel for queries
+and keys and a Triton kernel for the rest, otherwise by the passes that Triton's backend has.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tilewright.kernels.hopper.tiles import ROWS
 from tilewright.kernels.linear_attention.chunks import CHUNK, ChunkTable, chunk_table, segment_table
 from tilewright.kernels.linear_attention.hopper.backward import chunk_gradients
 from tilewright.kernels.linear_attention.hopper.forward import chunk_forward
@@ -24,9 +26,11 @@ from tilewright.kernels.linear_attention.hopper.plan import (
     PassResults,
     Task,
 )
+from tilewright.kernels.linear_attention.hopper.tokens import TokenCall, TokenOperands, token_gradients
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
+from tilewright.kernels.linear_attention.passes import gradients
 from tilewright.kernels.linear_attention.passes.chunks import Chunks, absent, normalized
-from tilewright.kernels.linear_attention.passes.gradients import StatePasses, local_gradients, token_gradients
+from tilewright.kernels.linear_attention.passes.gradients import StatePasses
 from tilewright.kernels.linear_attention.segments import Segments
 from tilewright.kernels.triton import launch
 
@@ -151,6 +155,10 @@ def backward(
     assert kept.states is not None  # the results of their tasks
     assert back.states is not None
     assert back.out is not None
+    if params.ctas and kept.out is not None:
+        return _gradients_of_delta_rule(
+            passes, d_out, kept.states, kept.out, back.states, back.out, d_initial, params.ctas
+        )
     updates = inputs.value if kept.out is None else kept.out
     # Those of a delta rule are not read where a token belongs to no sequence.
     d_updates = back.out if passes.whole or kept.out is not None else _with_zeros(back.out, passes.table)
@@ -161,8 +169,65 @@ def backward(
     query, key = normalized(inputs, inputs.query, inputs.key)
     chunks = Chunks(inputs, passes.table, query, key, gamma, absent(None), transposed=True)
     passed = StatePasses(kept.states, updates, back.states, d_updates.reshape(inputs.value.shape), d_initial)
-    _, pairs, diagonal = local_gradients(chunks, d_out, updates, params.tokens, through_scores=False)
-    return token_gradients(chunks, d_out, passed, pairs, diagonal, params.tokens)
+    _, pairs, diagonal = gradients.local_gradients(chunks, d_out, updates, params.tokens, through_scores=False)
+    return gradients.token_gradients(chunks, d_out, passed, pairs, diagonal, params.tokens)
+
+
+def token_call(inputs: LinearAttentionInputs, chunks: int, ctas: int) -> TokenCall:
+    """The static half of the kernel of tokens' gradients."""
+    return TokenCall(
+        chunks=chunks,
+        heads=inputs.heads,
+        value_heads=inputs.value_heads,
+        key_dim=inputs.key_dim,
+        value_dim=inputs.value_dim,
+        scale=float(inputs.scale),
+        norm=inputs.qk_l2norm,
+        ctas=ctas,
+    )
+
+
+def _gradients_of_delta_rule(
+    passes: Passes,
+    d_out: jax.Array,
+    states: jax.Array,
+    updates: jax.Array,
+    d_states: jax.Array,
+    d_updates: jax.Array,
+    d_initial: jax.Array | None,
+    ctas: int,
+) -> dict[str, Any]:
+    """Gradients by name, from both passes over states."""
+    from tilewright.kernels.linear_attention.hopper import value_kernels as kernels
+
+    inputs, table = passes.inputs, passes.table
+    rows, gate = inputs.batch * inputs.length, inputs.log_decay is not None
+    query, key, above = (x.reshape(rows, *x.shape[2:]) for x in (inputs.query, inputs.key, d_out))
+    operands = TokenOperands(query, key, above, updates, d_updates, states, d_states, passes.gates, table.chunks)
+    of_tokens = token_gradients(operands, token_call(inputs, table.num_chunks, ctas))
+    per_token = inputs.value.shape[:3]
+    d_value, d_beta, d_decay = launch(
+        kernels.value_gradients,
+        [inputs.value, absent(inputs.beta), d_updates, passes.gates, of_tokens.sums, table.chunks],
+        [
+            jax.ShapeDtypeStruct(inputs.value.shape, inputs.value.dtype),
+            jax.ShapeDtypeStruct(per_token, jnp.float32),
+            jax.ShapeDtypeStruct(per_token if gate else (0,), jnp.float32),
+        ],
+        grid=[table.num_chunks * inputs.value_heads],
+        constants={"HV": inputs.value_heads, "V": inputs.value_dim, "BLOCK_V": ROWS, "GATE": gate},
+    )
+    if inputs.gate == "head":
+        d_decay = d_decay.sum((0, 1))
+    found: dict[str, Any] = {
+        "query": of_tokens.d_query.reshape(inputs.query.shape),
+        "key": of_tokens.d_key.reshape(inputs.key.shape),
+        "value": d_value,
+        "beta": d_beta,
+        "log_decay": d_decay,
+        "initial_state": d_initial,
+    }
+    return {name: found[name].astype(getattr(inputs, name).dtype) for name in inputs.gradients}
 
 
 def rows_of(spans: jax.Array, table: ChunkTable) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -42,17 +42,21 @@ class HopperLinearAttentionGradientParams:
     Attributes:
       consumers, stages, segment: of the passes over states, as in `HopperLinearAttentionParams`.
       tokens: the passes that are parallel over chunks, in Triton.
+      ctas: of the kernel that takes the place of most of these with a delta rule, at most; 0 for Triton there, too.
     """
 
     consumers: int
     stages: int
     tokens: TritonPass
     segment: int = 0
+    ctas: int = 0
 
     def __post_init__(self) -> None:
         HopperLinearAttentionParams(self.consumers, self.stages, self.segment)
         if not isinstance(self.tokens, TritonPass):
             raise TypeError(f"tokens must be a TritonPass, got {self.tokens!r}")
+        if type(self.ctas) is not int or self.ctas < 0:
+            raise ValueError(f"ctas must not be negative, got {self}")
 
 
 STEP_TIME = {1: 2.0, 2: 2.3}
@@ -79,11 +83,15 @@ def listed_params(inputs: LinearAttentionInputs, cores: int) -> list[HopperLinea
 
 def listed_gradient_params(inputs: LinearAttentionInputs, cores: int) -> list[HopperLinearAttentionGradientParams]:
     """The same of the backward pass, which goes through states twice, and with segments four times."""
+    ctas = cores if inputs.beta is not None else 0
     found = [
-        HopperLinearAttentionGradientParams(count, stages, TOKENS[0], size)
+        HopperLinearAttentionGradientParams(count, stages, TOKENS[0], size, ctas)
         for count, size in _splits(inputs, cores, 2)
         for stages in (3, 2)
     ]
+    if ctas:
+        # The first of them that fits shared memory, with the passes of Triton.
+        return [*found, *(dataclasses.replace(each, ctas=0) for each in found[:2])]
     return [*found, *(dataclasses.replace(each, tokens=tile) for tile in TOKENS[1:] for each in found[:2])]
 
 
