@@ -664,7 +664,8 @@ EVERY = (
     Shipped("top_k_router", TritonRouter(), ROUTERS, EVERY_CARD, tuned=("qwen3", "odd groups")),
     # A few of the accumulators that the gradients of tokens sum over value heads, once for each of these.
     Shipped("linear_attention", TritonLinearAttention(), RECURRENCES, tuned=(), spills=lambda _: 128),
-    Shipped("linear_attention", HopperLinearAttention(), HOPPER_RECURRENCES, directions=("forward",), tuned=()),
+    # Backward the producer of two consumers spills an address.
+    Shipped("linear_attention", HopperLinearAttention(), HOPPER_RECURRENCES, tuned=(), spills=lambda _: 8),
     Shipped("causal_conv1d", TritonConv(), CONVOLUTIONS, EVERY_CARD, tuned=("gdn_32k", "states")),
     Shipped("causal_conv1d_step", TritonConvStep(), CausalConv1dStep.cases.by_device["gpu"], EVERY_CARD, ("forward",)),
     Shipped("selective_scan", TritonSelectiveScan(), SCANS, tuned=()),

@@ -16,9 +16,10 @@ from tests.kernels.linear_attention.conformance import check_contained, exact, i
 from tests.kernels.linear_attention.gpu_conformance import CASES, SMALL, GpuConformance, relative_error
 from tilewright.kernels.linear_attention.chunks import chunk_table, segment_table
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, with_identity
+from tilewright.kernels.linear_attention.passes.chunks import TritonPass
 from tilewright.kernels.linear_attention.reference import linear_attention_reference
 from tilewright.kernels.linear_attention.triton.backend import TritonLinearAttention
-from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, TritonPass
+from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams
 from tilewright.kernels.triton.interpreter import interpret_triton
 from tilewright.ops.types import Device
 

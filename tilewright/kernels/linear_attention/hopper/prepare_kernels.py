@@ -4,7 +4,7 @@
 r      1 / √(sum of squares + eps) of a token's key or query; 1 without norms
 γ      sums of log2 of the decays of a chunk up to each token; behind the last token that of the last one, γ_C
 T0     ``(I + tril(β_i r_i k_i · r_j k_j, -1))⁻¹``, see ``inverse_kernels``
-T      ``2^(γ_i - γ_j) T0 β_j`` below the diagonal, 0 elsewhere
+T      ``2^(γ_i - γ_j) T0`` below the diagonal, 0 elsewhere
 """
 
 import triton
@@ -26,7 +26,7 @@ def prepare_chunk(
 
     log_decay   [rows, HV] and STRIDE HV, or [HV] and 0
     chunks      as in ``ChunkTable``
-    gates       [chunks, HV, 8, 64], see `forward.ForwardOperands`
+    gates       [chunks, HV, 8, 64], see `plan.PassOperands`
     solve       [chunks, HV, 128, 64]: T rounded, and below it the rest
     """
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
@@ -78,7 +78,7 @@ def prepare_chunk(
                 lower = tl.where(below, (strength * of_key)[:, None] * products * of_key[None, :], 0.0)
                 inverse = invert_narrow(lower) if NORM else invert_wide(lower)
                 decays = tl.exp2(tl.where(below, gamma[:, None] - gamma[None, :], 0.0))
-                exact = tl.where(below, inverse * decays * strength[None, :], 0.0)
+                exact = tl.where(below, inverse * decays, 0.0)
                 high = exact.to(solve.dtype.element_ty)
                 target = solve + place * (2 * SIZE * SIZE) + i[:, None] * SIZE + i[None, :]
                 tl.store(target, high)
