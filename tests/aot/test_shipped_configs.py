@@ -413,6 +413,8 @@ ROUTERS = TopKRouter.cases.by_device["gpu"] | variants(
 # Linear attention in Triton and on Hopper.
 
 RECURRENCES = LinearAttention.cases.by_device["gpu"]
+# Backward the producer of two consumers spills an address, and the gradients of tokens pairs of them beside those of
+# states: once for each chunk and head.
 HOPPER_RECURRENCES = variants(
     LinearAttentionCase("", batch=2, length=4096, heads=4, key_dim=128, value_heads=8, dtype="bfloat16", state=True),
     {
@@ -664,8 +666,13 @@ EVERY = (
     Shipped("top_k_router", TritonRouter(), ROUTERS, EVERY_CARD, tuned=("qwen3", "odd groups")),
     # A few of the accumulators that the gradients of tokens sum over value heads, once for each of these.
     Shipped("linear_attention", TritonLinearAttention(), RECURRENCES, tuned=(), spills=lambda _: 128),
-    # Backward the producer of two consumers spills an address.
-    Shipped("linear_attention", HopperLinearAttention(), HOPPER_RECURRENCES, tuned=(), spills=lambda _: 8),
+    Shipped(
+        "linear_attention",
+        HopperLinearAttention(),
+        HOPPER_RECURRENCES,
+        tuned=(),
+        spills=lambda compilation: 160 if compilation.direction == "backward" else 0,
+    ),
     Shipped("causal_conv1d", TritonConv(), CONVOLUTIONS, EVERY_CARD, tuned=("gdn_32k", "states")),
     Shipped("causal_conv1d_step", TritonConvStep(), CausalConv1dStep.cases.by_device["gpu"], EVERY_CARD, ("forward",)),
     Shipped("selective_scan", TritonSelectiveScan(), SCANS, tuned=()),

@@ -24,13 +24,6 @@ def chunk_reasons(inputs: LinearAttentionInputs) -> list[str]:
     return []
 
 
-def chunk_count(inputs: LinearAttentionInputs) -> int:
-    """The number of chunks in the table of a call, spare ones included."""
-    if inputs.cum_seqlens is None:
-        return inputs.batch * -(-inputs.length // CHUNK)
-    return (inputs.length + (CHUNK - 1) * (inputs.sequences + 2)) // CHUNK
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChunkTable:

@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+import jax
+
 from tilewright.kernels.hopper.device import device_reasons, num_sms
-from tilewright.kernels.linear_attention.chunks import chunk_count, chunk_reasons
+from tilewright.kernels.linear_attention.chunks import chunk_reasons, chunk_table
 from tilewright.kernels.linear_attention.hopper import tokens
 from tilewright.kernels.linear_attention.hopper.call import Params, backward, forward, pass_call, token_call
 from tilewright.kernels.linear_attention.hopper.params import (
@@ -84,7 +86,10 @@ class HopperLinearAttention(
     ) -> Sequence[Footprint]:
         found = [footprint(call, inputs.value.dtype) for call in _calls(inputs, direction, params)]
         if isinstance(params, HopperLinearAttentionGradientParams) and params.ctas and inputs.beta is not None:
-            call = token_call(inputs, chunk_count(inputs), params.ctas)
+            table = jax.eval_shape(
+                lambda inputs: chunk_table(inputs.batch, inputs.length, cum_seqlens=inputs.cum_seqlens), inputs
+            )
+            call = token_call(inputs, table.num_chunks, params.ctas)
             found.append(tokens.footprint(call, inputs.value.dtype))
         return found
 

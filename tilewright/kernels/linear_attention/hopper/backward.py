@@ -22,13 +22,16 @@ A step; time runs to the right::
 
 Without a delta rule dU is the gradient of V, and no product with K is taken from D.
 
-The passes of a call with gradients, with their bytes and floating-point operations for each token and head of values,
-where K = V = 128 and a head of keys has two heads of values::
+The passes of a call with gradients and a delta rule, with their bytes and floating-point operations for each token and
+head of values, where K = V = 128 and a head of keys has two heads of values::
 
-    prepare_kernels    256 of K and Q, 256 of T and 32 of gates written                 small products, inverse
-    states             K 128, V 256, T 256, gates 32; S 512 and U 256 written           81920
-    gradients          K and Q 256, dO 256, T 256, gates 32; D 512 and dR 256 written   147456
-    tokens, in Triton  S, D, U, dR, V, dO, K, Q and pairs of tokens, some of them twice  163840
+    prepare_kernels    K and Q 256; T 256 and gates 32 written                             16384 and the inverse
+    states             K 128, V 256, T 256, gates 32; S 512 and U 256 written              98304
+    gradients          K and Q 256, dO 256, T 256, gates 32; D 512 and dR 256 written      163840
+    tokens             S, D 1024, dO, U, dR 768, K and Q 256; dK and dQ 256 written        196608
+    value_kernels      V and dR 512; dV 256 written                                        few
+
+In all 6.6 KB: 6.9 GB or 1.45 ms at 4.8 TB/s for 32768 tokens of 32 heads, and 0.5 TFLOP, 0.63 ms at 790 TFLOP/s.
 """
 
 import jax

@@ -59,7 +59,7 @@ STATE, D_STATE, D_OUT, UPDATE, D_UPDATE, OF_HEAD = range(6)
 CONSUMERS, STAGES = 3, 2
 
 REGISTERS = 160, 32
-"""Of a consumer and of the producer: 3 · 160 + 32 = 4 · 128."""
+"""Registers of a consumer and of the producer: 3 · 160 + 32 = 4 · 128."""
 
 SHAPE = ROWS, CHUNK
 
@@ -355,7 +355,7 @@ def query_role(ctx: TokenContext, item: Item, acc: Ref) -> None:
 
 
 def erasing_role(ctx: TokenContext, item: Item, acc: Ref) -> None:
-    """What the gradient of keys has from the removal of what they read; ``acc`` is E / β of a head of values."""
+    """The part of the gradient of keys that goes through what they read; ``acc`` is E / β of a head of values."""
     call = ctx.call
 
     def one_head(member: Scalar, _: None) -> None:
