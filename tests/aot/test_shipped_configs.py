@@ -56,6 +56,8 @@ from tilewright.kernels.sampling.triton.sample import TritonSample
 from tilewright.kernels.selective_scan.cases import SelectiveScanCase, SelectiveScanStepCase
 from tilewright.kernels.selective_scan.triton.selective_scan import TritonSelectiveScan
 from tilewright.kernels.selective_scan.triton.selective_scan_step import TritonSelectiveScanStep
+from tilewright.kernels.weight_only.cases import WeightOnlyCase
+from tilewright.kernels.weight_only.triton.backend import TritonWeightOnly
 from tilewright.ops.types import Direction
 
 # Attention on Hopper GPUs.
@@ -574,6 +576,26 @@ EVERY = (
         ("forward",),
         tuned=tuple(f"{name}_not_kept" for name in TRITON_PRODUCTS),
         changed=without_pre_activations,
+    ),
+    Shipped(
+        "weight_only_matmul",
+        TritonWeightOnly(),
+        variants(
+            WeightOnlyCase("", dtype="bfloat16", rows=8, k=8192, n=8192),
+            {
+                "8": {},
+                "zeros": {"zeros": True, "dtype": "float16"},
+                "int8": {"format": "int8", "group": None},
+                "mxfp4": {"format": "mxfp4", "group": 32},
+                "odd": {"k": 8200, "n": 8200, "group": None},
+                "64": {"rows": 64},
+                "512": {"rows": 512},
+                "512_mxfp4": {"rows": 512, "format": "mxfp4", "group": 32, "dtype": "float16"},
+            },
+        ),
+        EVERY_CARD,
+        ("forward",),
+        tuned=("8", "64", "512"),
     ),
     Shipped(
         "matmul",

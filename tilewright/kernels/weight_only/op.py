@@ -139,7 +139,7 @@ class WeightOnlyMatmul(PortfolioKernel[WeightOnlyInputs, jax.Array]):
         return Product(struct_like(inputs.x), matrix, ((len(inputs.x.shape) - 1,), (0,)), sources=(("x",), ("codes",)))
 
     def flops(self, inputs: WeightOnlyInputs, direction: Any) -> float:
-        """Those of the matmul, in either direction: few callers want a gradient of scales."""
+        """Two for each product, in either direction: few callers want a gradient of scales."""
         return 2.0 * inputs.rows * inputs.k * inputs.n
 
     def sampled(self, inputs: WeightOnlyInputs, key: jax.Array) -> WeightOnlyInputs:
