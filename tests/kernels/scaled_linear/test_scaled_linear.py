@@ -125,7 +125,7 @@ def test_scan_remat_and_vmap_around_a_recipe():
 @pytest.mark.parametrize("name", ["tensor", "row", "block"])
 def test_losses_beside_those_of_bfloat16(name):
     """A regression to a random network: after the same steps the loss is that of bfloat16, within a tenth."""
-    x, teacher = drawn(0, 256, 64), (drawn(1, 64, 128) / 8, drawn(2, 128, 16) / 11)
+    x, teacher = drawn(0, 128, 64), (drawn(1, 64, 128) / 8, drawn(2, 128, 16) / 11)
     y = np.tanh(x @ teacher[0]) @ teacher[1]
     start = (jnp.asarray(drawn(3, 64, 128) / 8), jnp.asarray(drawn(4, 128, 16) / 11))
 
@@ -138,12 +138,18 @@ def test_losses_beside_those_of_bfloat16(name):
             value, gradients = jax.value_and_grad(loss)(weights)
             return jax.tree.map(lambda w, g: w - 0.5 * g, weights, gradients), value
 
-        return np.asarray(jax.jit(lambda w: jax.lax.scan(step, w, None, 120)[1])(start))
+        return np.asarray(jax.jit(lambda w: jax.lax.scan(step, w, None, 80)[1])(start))
 
     plain = trained(lambda x, w: x @ w.astype(jnp.bfloat16))
     got = trained(lambda x, w: scaled_linear(x, w, recipe=RECIPES[name]))
     assert plain[-1] < 0.3 * plain[0]
     assert abs(got[-1] / plain[-1] - 1) < 0.1, (got[-1], plain[-1])
+
+
+def test_a_recipe_is_shown_as_it_can_be_written():
+    for recipe in (*RECIPES.values(), Recipe("row", "e5m2", "e4m3")):
+        assert eval(repr(recipe)) == recipe
+    assert repr(Recipe()) == "Recipe('tensor')"
 
 
 def test_wrong_calls_are_refused():
