@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.kernels.quantize import literal
 from tilewright.modules import Recipe, quantize, scaled_linear
@@ -120,6 +122,24 @@ def test_scan_remat_and_vmap_around_a_recipe():
     np.testing.assert_allclose(*(jax.jit(jax.grad(f))(weights) for f in (scanned, unrolled)), rtol=1e-5, atol=1e-5)
     mapped = jax.vmap(lambda w: scaled_linear(x, w, recipe=recipe))(weights)
     np.testing.assert_allclose(mapped[1], scaled_linear(x, weights[1], recipe=recipe), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_split_over_explicit_axes():
+    x, w, d = drawn(0, 256, 128), drawn(1, 128, 128), drawn(2, 256, 128)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+
+    @jax.jit
+    def both(x, w, d):
+        out, pull_back = jax.vjp(lambda x, w: scaled_linear(x, w, recipe=RECIPES["block"]), x, w)
+        return out, *pull_back(d)
+
+    wanted = both(x, w, d)
+    with jax.set_mesh(mesh):
+        split = [jax.device_put(each, NamedSharding(mesh, P("d"))) for each in (x, d)]
+        got = both(split[0], jax.device_put(w, NamedSharding(mesh, P())), split[1])
+    for each, want in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(each, want, rtol=1e-4, atol=1e-4)
+    assert got[0].sharding.spec == P("d", None)
 
 
 @pytest.mark.parametrize("name", ["tensor", "row", "block"])
