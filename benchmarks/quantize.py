@@ -24,8 +24,12 @@ from tilewright.kernels.quantize.inputs import QuantizeInputs
 from tilewright.kernels.quantize.quantized import Quantized, blocks, by_axis
 from tilewright.kernels.quantize.triton.backend import TritonQuantize, tiling
 from tilewright.kernels.quantize.xla import XlaQuantize
+from tilewright.kernels.triton.compiler import compiled
+from tilewright.kernels.triton.launch import recorded_launches
 from tilewright.ops.utils.datacarrier import FwdParams
 from tilewright.ops.utils.device import current_device
+from tilewright.ops.utils.known_devices import find_device
+from tilewright.ops.utils.target import traced_as
 
 
 def in_numpy(x: np.ndarray, inputs: QuantizeInputs) -> tuple[np.ndarray, np.ndarray]:
@@ -57,6 +61,18 @@ def differences(found: Any, x: np.ndarray, inputs: QuantizeInputs) -> str:
         wrong = int((np.asarray(each.values).view(np.uint8) != codes.view(np.uint8)).sum())
         said.append(f"{wrong} codes, {int((np.asarray(each.scales) != scales).sum())} scales differ")
     return "; ".join(each for each in said if each != "0 codes, 0 scales differ")
+
+
+def compile_ahead(case: QuantizeCase, name: str, sweep: int) -> None:
+    """Compiles the kernels of a case for a device that need not be here, into Triton's cache."""
+    device, backend = find_device(name).device, TritonQuantize()
+    args, kwargs = case.abstract_arguments()
+    structs = kernel("quantize").prepare(*args, **kwargs).structs
+    for params in list(backend.candidates(structs, device, "forward"))[:sweep]:
+        with traced_as(name), recorded_launches() as launches:
+            jax.eval_shape(functools.partial(backend.forward, params=params), structs)
+        for launch in launches:
+            compiled(launch, device.capability or (9, 0))
 
 
 def bytes_of(inputs: QuantizeInputs) -> int:
@@ -115,7 +131,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--flush", type=int, default=FLUSHED_BYTES, help="bytes written before each call; not 0")
     parser.add_argument("--wall", action="store_true", help="the host's clock: whether everything runs")
     parser.add_argument("--name", default="quantize", help="of the record")
+    parser.add_argument("--ahead", help="only compile for the device of this name, which need not be here")
     given = parser.parse_args(argv)
+    if given.ahead:
+        for name in given.cases.split(","):
+            compile_ahead(gpu[name], given.ahead, given.sweep)
+        return
     cells: list[dict[str, Any]] = []
     for name in given.cases.split(","):
         case = gpu[name] if given.rows is None else dataclasses.replace(gpu[name], rows=given.rows)

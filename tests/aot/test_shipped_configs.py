@@ -45,6 +45,8 @@ from tilewright.kernels.paged_attention.ops.mla_decode import MlaCase, MlaDecode
 from tilewright.kernels.paged_attention.ops.mla_ragged_page_attention import MlaRaggedPageAttention, MlaRaggedPageCase
 from tilewright.kernels.paged_attention.ops.ragged_page_attention import RaggedPageCase
 from tilewright.kernels.paged_attention.triton.backend import TritonPagedAttention
+from tilewright.kernels.quantize.op import Quantize
+from tilewright.kernels.quantize.triton.backend import TritonQuantize
 from tilewright.kernels.router.cases import RouterCase
 from tilewright.kernels.router.op import TopKRouter
 from tilewright.kernels.router.triton.backend import TritonRouter
@@ -699,6 +701,9 @@ EVERY = (
     Shipped("causal_conv1d_step", TritonConvStep(), CausalConv1dStep.cases.by_device["gpu"], EVERY_CARD, ("forward",)),
     Shipped("selective_scan", TritonSelectiveScan(), SCANS, tuned=()),
     Shipped("selective_scan_step", TritonSelectiveScanStep(), SCAN_STEPS, directions=("forward",), tuned=()),
+    Shipped(
+        "quantize", TritonQuantize(), Quantize.cases.by_device["gpu"], EVERY_CARD, ("forward",), tuned=("block", "both")
+    ),
     Shipped("linear_sample", TritonLinearSample(), LINEAR_SAMPLES, EVERY_CARD, ("forward",), tuned=("llama",)),
     Shipped("sample", TritonSample(), SAMPLES, EVERY_CARD, ("forward",), tuned=("all", "top_k_top_p", "every limit")),
     *(

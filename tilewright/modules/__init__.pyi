@@ -2881,12 +2881,7 @@ def rwkv7_step(
     cfg: Any = None,
     state_layout: StateLayout = "kv",
 ) -> tuple[Array, Array]: ...
-def scaled_linear(
-    x: ArrayLike,
-    weight: ArrayLike,
-    *,
-    recipe: Recipe = Recipe(scaling="tensor", format="e4m3", gradient_format=None, power_of_two=False),
-) -> Array: ...
+def scaled_linear(x: ArrayLike, weight: ArrayLike, *, recipe: Recipe = Recipe("tensor")) -> Array: ...
 def selective_scan_step(
     state_pool: ArrayLike,
     u: ArrayLike,

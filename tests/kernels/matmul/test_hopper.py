@@ -181,9 +181,12 @@ def test_params_and_what_is_declined():
     odd = MatmulInputs(drawn(0, 63, 64), drawn(1, 64, 128), "bfloat16")
     assert not backend.not_supported_reasons(odd, H100, "forward")
     assert "rows=63" in "; ".join(backend.not_supported_reasons(odd, H100, "backward"))
-    # Its kernels for operands of 8 bits are those of rows in groups.
+    # Operands of 8 bits are the rows of one group.
     narrow = MatmulInputs(*(drawn(i, 64, 64, dtype="float8_e4m3fn") for i in range(2)), "bfloat16", transpose_rhs=True)
-    assert "lhs must be one of" in "; ".join(backend.not_supported_reasons(narrow, H100, "forward"))
+    assert not backend.not_supported_reasons(narrow, H100, "forward")
+    for wrong in ({"transpose_rhs": False}, {"transpose_lhs": True}):
+        assert "K in their rows" in "; ".join(backend.not_supported_reasons(narrow.replace(**wrong), H100, "forward"))
+    assert "no gradients" in "; ".join(backend.not_supported_reasons(narrow, H100, "backward"))
     glu = MatmulInputs(drawn(0, 64, 64), drawn(1, 64, 128), "bfloat16", drawn(2, 64, 128), activation="silu")
     for direction in ("forward", "backward"):
         for params in HopperGlu().candidates(glu, H100, direction):

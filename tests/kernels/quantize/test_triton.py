@@ -38,8 +38,7 @@ def interpreted(x, device=H100, **options):
 @pytest.mark.parametrize(
     ("format", "dtype", "power_of_two", "device"),
     [
-        ("e4m3", "bfloat16", False, H100), ("e5m2", "float32", True, H100), ("int8", "float16", False, A100),
-        ("e4m3", "float32", True, A100), ("e5m2", "bfloat16", False, A100), ("int8", "bfloat16", True, H100),
+        ("e4m3", "bfloat16", False, H100), ("e5m2", "float32", True, A100), ("int8", "float16", False, A100),
     ],
 )  # fmt: skip
 def test_bits(name, format, dtype, power_of_two, device):
@@ -51,8 +50,9 @@ def test_bits(name, format, dtype, power_of_two, device):
     assert got.block == extents
 
 
-@pytest.mark.parametrize("name", ["tensor", "row", "block", "weight"])
-@pytest.mark.parametrize("format", ["e4m3", "int8"])
+@pytest.mark.parametrize(
+    ("name", "format"), [("tensor", "int8"), ("row", "e4m3"), ("block", "e4m3"), ("block", "int8"), ("weight", "e5m2")]
+)
 def test_both_orientations(name, format):
     options, extents = SCALINGS[name]
     x = hostile((2, 135, 140), "bfloat16")

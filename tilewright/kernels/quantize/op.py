@@ -1,18 +1,20 @@
 """Quantising: the argument list, its checks and the public function."""
 
+import math
 from typing import Any, ClassVar, get_args
 
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from tilewright.kernels.op.arguments import PlatformOption, as_array, flag, has_arithmetic, integer
 from tilewright.kernels.op.cases import OpCases
 from tilewright.kernels.op.portfolio import InferenceKernel
 from tilewright.kernels.op.public import public_function
-from tilewright.kernels.op.sharding import Partitioning, leading_partitioning
+from tilewright.kernels.op.sharding import Partitioning, axis_names, explicit_mesh, leading_partitioning, typed_axes
 from tilewright.kernels.op.signatures import results
 from tilewright.kernels.quantize.cases import CASES, QuantizeCase
 from tilewright.kernels.quantize.inputs import QuantizeInputs, QuantizeResults
-from tilewright.kernels.quantize.quantized import SCALE_BLOCK, Format, Quantized, Scaling
+from tilewright.kernels.quantize.quantized import SCALE_BLOCK, Format, Quantized, Scaling, by_axis
 from tilewright.kernels.quantize.reference import quantize_reference
 from tilewright.ops.utils.stable_ids import stable_id
 
@@ -86,8 +88,28 @@ class Quantize(InferenceKernel[QuantizeInputs, QuantizeResults]):
         return quantize_reference(inputs)
 
     def partitioning(self, inputs: QuantizeInputs) -> Partitioning | None:
-        """Along the dimensions before those that share scales."""
-        return leading_partitioning(inputs, {"x": inputs.core_rank})
+        """Along the dimensions before those that share scales, and along blocks where each device has whole ones."""
+        mesh = explicit_mesh(inputs.x)
+        if mesh is None or inputs.scaling != "block":
+            return leading_partitioning(inputs, {"x": inputs.core_rank})
+        axes, shape = typed_axes(inputs.x), inputs.x.shape
+        extents = (SCALE_BLOCK,) * 2 if inputs.transposed else inputs.covered
+        for dimension, each in enumerate(by_axis(extents, shape)):
+            devices = math.prod(mesh.shape[name] for name in axis_names(axes[dimension]))
+            if devices > 1 and shape[dimension] % ((each or 1) * devices):
+                raise ValueError(
+                    f"x has a scale for {each} elements, so dimension {dimension} of {shape} cannot be split among "
+                    f"{devices} devices; reshard it first"
+                )
+        spec = PartitionSpec(*axes)
+        first = inputs.result(spec, spec)
+        swapped = PartitionSpec(*axes[:-2], *axes[:-3:-1])
+        return Partitioning(
+            mesh=mesh,
+            inputs=inputs.replace(x=spec),
+            results=(first, inputs.result(swapped, swapped)) if inputs.transposed else first,
+            gradients={},
+        )
 
     def no_gradient(self) -> str:
         return (

@@ -40,6 +40,12 @@ class Recipe:
         if "int8" in (self.format, self.of_gradients) and (self.format != self.of_gradients or self.scaling == "block"):
             raise ValueError(f"int8 is multiplied by int8, and has scales of rows or one for all, got {self}")
 
+    def __repr__(self) -> str:
+        """Shows the scaling, and what differs from the defaults: it is a default in signatures."""
+        others = [each for each in dataclasses.fields(self)[1:] if getattr(self, each.name) != each.default]
+        shown = (f", {each.name}={getattr(self, each.name)!r}" for each in others)
+        return f"Recipe({self.scaling!r}{''.join(shown)})"
+
     @property
     def of_gradients(self) -> Format:
         """The format of the gradients of results."""

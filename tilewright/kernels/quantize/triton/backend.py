@@ -120,13 +120,13 @@ class TritonQuantize(InferenceBackend[QuantizeInputs, QuantizeResults, TritonQua
         if parts.covers == "row" and not parts.transposed and not parts.given:
             return _rows_candidates(inputs, parts, device)
         if parts.transposed:
-            pairs = ((8, 16), (8, 32), (16, 32), (4, 16), (16, 64), (8, 64))
+            pairs = ((16, 32), (8, 16), (8, 32), (4, 16), (16, 64), (16, 16))
             return [TritonQuantizeParams(SCALE_BLOCK, SCALE_BLOCK, warps, rows) for warps, rows in pairs]
-        down = SCALE_BLOCK if inputs.scaling == "block" else 64
+        down = SCALE_BLOCK if inputs.scaling == "block" else 32
         across = (64, 128) if parts.covers == "column" else (128, 64) if parts.given else (128,)
         found = [TritonQuantizeParams(down, width, down * width // 1024) for width in across]
         found += [TritonQuantizeParams(down, width, down * width // 512) for width in across]
-        return found + ([TritonQuantizeParams(32, 128, 4)] if parts.given else [])
+        return found + ([TritonQuantizeParams(64, 128, 8)] if parts.given else [])
 
     def config_reasons(
         self, inputs: QuantizeInputs, device: Device, direction: Direction, params: TritonQuantizeParams
