@@ -94,6 +94,8 @@ _SOME = (
     (128, 1, 8, 4, 1),
     (64, 1, 4, 4, 4),
 )
+# Without wgmma 128 columns of eight warps spill, and 64 with fewer stages.
+_SOME_ON_AMPERE = ((64, 1, 4, 4, 4), (128, 1, 4, 4, 2))
 # Tiles of many rows: rows, columns, span, warps, stages. Elements of the weight are scaled, for sums are more of them.
 _MANY: tuple[tuple[int, ...], ...] = (
     (256, 128, 64, 8, 4), (128, 128, 64, 8, 4), (128, 256, 128, 16, 4), (256, 128, 128, 8, 3), (128, 128, 64, 4, 4),
@@ -111,7 +113,8 @@ def candidates(inputs: WeightOnlyInputs, device: Device) -> list[TritonWeightOnl
         return _of_many_rows(inputs, device)
     rows = power_of_two(inputs.rows, MIN_ROWS)
     found = []
-    for columns, spans, warps, stages, programs in _FEW if rows <= 16 else _SOME:
+    some = _SOME if _has_wgmma(device) else _SOME_ON_AMPERE
+    for columns, spans, warps, stages, programs in _FEW if rows <= 16 else some:
         tiles = -(-inputs.n // columns)
         steps = -(-inputs.k // (fitted_span(inputs, SPAN) * spans))
         splits = _splits(programs * (device.cores or CORES) // tiles, steps)
@@ -121,6 +124,10 @@ def candidates(inputs: WeightOnlyInputs, device: Device) -> list[TritonWeightOnl
     return found
 
 
+def _has_wgmma(device: Device) -> bool:
+    return device.capability is not None and device.capability[0] == 9
+
+
 def _splits(wanted: int, steps: int) -> int:
     """Parts of k, of two steps at least and if possible of equal sizes: then no step needs a mask."""
     most = max(1, min(wanted, steps // 2, MAX_SPLITS))
@@ -128,7 +135,7 @@ def _splits(wanted: int, steps: int) -> int:
 
 
 def _of_many_rows(inputs: WeightOnlyInputs, device: Device) -> list[TritonWeightOnlyParams]:
-    shapes = _MANY if device.capability is not None and device.capability[0] == 9 else _MANY_ON_AMPERE
+    shapes = _MANY if _has_wgmma(device) else _MANY_ON_AMPERE
     if inputs.rows <= 128:
         shapes = tuple(each for each in shapes if each[0] <= 128)
     return [
