@@ -14,6 +14,7 @@ from tilewright.kernels.triton import launch, unavailable
 from tilewright.kernels.triton.batching import over_batch
 from tilewright.kernels.weight_only.inputs import WeightOnlyInputs
 from tilewright.kernels.weight_only.triton.params import (
+    MANY_ROWS,
     TritonWeightOnlyParams,
     candidates,
     fits_groups,
@@ -62,6 +63,9 @@ class TritonWeightOnly(Backend[WeightOnlyInputs, jax.Array, TritonWeightOnlyPara
                 f"rows and elements of the weight must be counted by 32 bits, got k={inputs.k}, n={inputs.n}"
             )
         return reasons
+
+    def deprioritized(self, inputs: WeightOnlyInputs, device: Device, direction: Direction) -> bool:
+        return inputs.rows > MANY_ROWS
 
     def candidates(
         self, inputs: WeightOnlyInputs, device: Device, direction: Direction
