@@ -21,7 +21,7 @@ from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 from tilewright.kernels.triton.matmul import tl_precision
 
 SCORE_WARPS, SCORE_CHANNELS = 8, 32
-"""Warps of the kernel of scores, and channels of its steps: wider steps, or fewer warps, take more registers."""
+"""Warps of the kernels of scores, and channels of their steps: two programs of 8 warps fit a multiprocessor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +88,45 @@ def channel_sums(inputs: LinearAttentionInputs, table: ChunkTable, width: int) -
     return gamma
 
 
+def score_constants(inputs: LinearAttentionInputs, width: int) -> dict[str, Any]:
+    """The constants of a kernel of scores."""
+    wide = inputs.key.dtype.itemsize == 4
+    return {
+        "H": inputs.heads,
+        "HV": inputs.value_heads,
+        "K": inputs.key_dim,
+        "BLOCK_K": width,
+        "SCALE": float(inputs.scale),
+        "GRID": 16.0 if wide else 64.0,
+        "PRECISION": tl_precision(),
+        "INVERSE": "tf32x3" if wide else "tf32",
+    }
+
+
+def block_constants(inputs: LinearAttentionInputs) -> dict[str, Any]:
+    """The constants of a kernel that divides a chunk into blocks.
+
+    Sums less an anchor are within RANGE / 2 + 2 of 0, and have 24 bits from the last digit of GRID on.
+    """
+    width = power_of_two(inputs.key_dim, MIN_DOT)
+    return {"CHANNELS": width, "RANGE": 56 if inputs.key.dtype.itemsize == 4 else 160}
+
+
+def inverted(products: jax.Array, table: ChunkTable, precision: str) -> jax.Array:
+    """The inverses of I plus the products, [chunks, HV, 64, 64] in float32, in their place."""
+    from tilewright.kernels.linear_attention.triton import channel_kernels as kernels
+
+    (inverse,) = launch(
+        kernels.invert_products,
+        [table.chunks, products],
+        [struct(products.shape, products.dtype)],
+        grid=[table.num_chunks * products.shape[1]],
+        constants={"HV": products.shape[1], "PRECISION": precision},
+        in_place={0: 1},
+    )
+    return inverse
+
+
 def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
     """The table of chunks and what tokens of a chunk have in common, by kernels that are parallel over chunks."""
     from tilewright.kernels.linear_attention.triton import channel_kernels as kernels
@@ -98,7 +137,9 @@ def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
     operand, width = operand_dtype(inputs.value.dtype), min(power_of_two(key_dim, MIN_DOT), SCORE_CHANNELS)
     tokens, pairs = (table.num_chunks, heads, CHUNK, key_dim), (table.num_chunks, heads, CHUNK, CHUNK)
     gamma = channel_sums(inputs, table, width)
-    found = launch(
+    constants = score_constants(inputs, width)
+    options = {"DELTA": delta, "BONUS": inputs.bonus is not None}
+    from_query, from_key, to_end, scores, products, levels = launch(
         kernels.channel_scores,
         [query, key, absent(inputs.beta), absent(inputs.bonus), gamma, table.chunks],
         [
@@ -107,23 +148,25 @@ def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
             struct(tokens, operand),
             struct(pairs, operand),
             struct(pairs, jnp.float32, present=delta),
+            struct(tokens[:2], jnp.int32),
         ],
         grid=[table.num_chunks * heads],
-        constants={
-            "H": inputs.heads,
-            "HV": heads,
-            "K": key_dim,
-            "BLOCK_K": width,
-            "DELTA": delta,
-            "BONUS": inputs.bonus is not None,
-            "SCALE": float(inputs.scale),
-            "PRECISION": tl_precision(),
-            "INVERSE": "tf32x3" if key.dtype.itemsize == 4 else "tf32",
-        },
+        constants=constants | options | block_constants(inputs),
         num_warps=SCORE_WARPS,
         num_stages=1,
     )
-    return ChannelChunks(inputs, table, query, key, gamma, *found)
+    scores, products = launch(
+        kernels.channel_scores_of_halves,
+        [query, key, absent(inputs.beta), gamma, table.chunks, levels, scores, products],
+        [struct(scores.shape, scores.dtype), struct(products.shape, products.dtype)],
+        grid=[table.num_chunks * heads],
+        constants=constants | options,
+        num_warps=SCORE_WARPS,
+        num_stages=1,
+        in_place={0: 6, 1: 7},
+    )
+    inverse = inverted(products, table, constants["INVERSE"]) if delta else products
+    return ChannelChunks(inputs, table, query, key, gamma, from_query, from_key, to_end, scores, inverse)
 
 
 def state_pass(chunks: ChannelChunks, tile: TritonPass, *, final: bool) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -65,7 +65,37 @@ def anchored(reading, sums, gamma, i, k, k_inside, K: tl.constexpr, HALF):
     """
     end = i // (2 * HALF) * (2 * HALF) + (HALF - 1)
     anchor = tl.load(gamma + (end * K)[:, None] + k[None, :], k_inside[None, :] & (i[:, None] >= 0), other=0.0)
+    anchor = tl.floor(anchor)
     return tl.exp2(tl.where(is_later(i, HALF)[:, None], reading - anchor, anchor - sums))
+
+
+@triton.jit
+def block_level(gamma, K: tl.constexpr, CHANNELS: tl.constexpr, RANGE: tl.constexpr):
+    """log2 of the tokens of the widest blocks in which no channel decays to less than 2^-RANGE: 6, 5, 4, or else 0."""
+    block, k = tl.arange(0, SIZE // 16)[:, None], tl.arange(0, CHANNELS)[None, :]
+    end, k_inside = gamma + (block * 16 + 15) * K + k, k < K
+    before = tl.load(end - 16 * K, (block > 0) & k_inside, other=0.0)
+    drop = before - tl.load(end, (block >= 0) & k_inside, other=0.0)
+    # NaN is too much, too.
+    drop = tl.where(drop <= RANGE, drop, 2.0 * RANGE)
+    of_halves = tl.sum(tl.reshape(drop, (2, 2, CHANNELS)), 1)
+    narrower = tl.where(tl.sum(drop, 0) > RANGE, 1, 0)
+    narrower = tl.where(tl.max(of_halves, 0) > RANGE, 2, narrower)
+    return LEVELS - tl.max(tl.where(tl.max(drop, 0) > RANGE, LEVELS, narrower), 0)
+
+
+@triton.jit
+def block_anchors(gamma, i, k, k_inside, K: tl.constexpr, level, RANGE: tl.constexpr):
+    """The anchors of the block of 2^level tokens of each token, RANGE / 2 below the sums before the block."""
+    before = (i >> level << level) - 1
+    sums = tl.load(gamma + (before * K)[:, None] + k[None, :], (before >= 0)[:, None] & k_inside[None, :], other=0.0)
+    return tl.floor(sums) - RANGE // 2
+
+
+@triton.jit
+def on_grid(sums, GRID: tl.constexpr):
+    """Multiples of the last digit of GRID: less a whole number near by, they are exact."""
+    return (sums - GRID) + GRID
 
 
 @triton.jit
@@ -76,22 +106,28 @@ def sums_before(gamma, i, k, k_inside, K: tl.constexpr):
 
 @triton.jit
 def channel_scores(
-    query, key, beta, bonus, gamma, chunks, from_query, from_key, to_end, scores, inverse,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, DELTA: tl.constexpr,
-    BONUS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+    query, key, beta, bonus, gamma, chunks, from_query, from_key, to_end, scores, products, levels,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHANNELS: tl.constexpr,
+    DELTA: tl.constexpr, BONUS: tl.constexpr, SCALE: tl.constexpr, GRID: tl.constexpr, RANGE: tl.constexpr,
+    PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Computes what tokens of a chunk are to each other and to the states; nothing of a chunk without a token."""
+    """Computes what tokens of a chunk are to the states, and tokens of a block to each other.
+
+    levels   log2 of the tokens of the chunk's blocks, int32
+    """
     chunk, head = tl.program_id(0) // HV, tl.program_id(0) % HV
     first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
+    place = chunk.to(tl.int64) * HV + head
     if tokens > 0:
         i, k = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)
         row, column = i[:, None], i[None, :]
         inside = i < tokens
         key_head: tl.constexpr = HV // H
         begin, of_key = (first * H + head // key_head) * K, (i * (H * K))[:, None] + k[None, :]
-        place = chunk.to(tl.int64) * HV + head
         of_chunk, of_token = place * (SIZE * K), (i * K)[:, None] + k[None, :]
         operand = scores.dtype.element_ty
+        level = block_level(gamma + of_chunk, K, CHANNELS, RANGE)
+        tl.store(levels + place, level)
         by_query = tl.zeros((SIZE, SIZE), tl.float32)
         by_key = tl.zeros((SIZE, SIZE), tl.float32)
         own = tl.zeros((SIZE,), tl.float32)
@@ -103,32 +139,88 @@ def channel_scores(
             keys = tl.load(key + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
             sums = tl.load(gamma + block + of_token, written, other=0.0)
             last = tl.load(gamma + block + (SIZE - 1) * K + k, k_inside, other=0.0)
-            reading, products = sums, queries * keys
+            reading, matching = sums, queries * keys
             if BONUS:
                 reading = sums_before(gamma + block, i, k, k_inside, K)
-                products *= tl.load(bonus + head * K + step + k, k_inside, other=0.0).to(tl.float32)[None, :]
+                matching *= tl.load(bonus + head * K + step + k, k_inside, other=0.0).to(tl.float32)[None, :]
             start = tl.exp2(reading)
             tl.store(from_query + block + of_token, (SCALE * queries * start).to(operand), written)
             tl.store(to_end + block + of_token, (keys * tl.exp2(last[None, :] - sums)).to(operand), written)
-            own += tl.sum(products, 1)
+            own += tl.sum(matching, 1)
             if DELTA:
                 tl.store(from_key + block + of_token, (keys * start).to(operand), written)
-            for level in tl.range(LEVELS):
-                decays = anchored(reading, sums, gamma + block, i, k, k_inside, K, 1 << level)
-                pairs = is_parted(row, column, 1 << level) & (row > column)
-                late, early = (queries * decays).to(operand), keys * decays
-                found = tl.dot(late, tl.trans(early.to(operand)), input_precision=PRECISION)
-                by_query += tl.where(pairs, found, 0.0)
-                if DELTA:
-                    found = tl.dot(early, tl.trans(early), input_precision=INVERSE)
-                    by_key += tl.where(pairs, found, 0.0)
+            anchors = block_anchors(gamma + block, i, k, k_inside, K, level, RANGE)
+            # Without a condition of rows Triton computes the first operands of both matmuls again, in their layouts.
+            late = tl.exp2(tl.where(inside[:, None], on_grid(reading, GRID) - anchors, 0.0))
+            early = keys * tl.exp2(anchors - on_grid(sums, GRID))
+            transposed = tl.trans(early.to(operand))
+            by_query = tl.dot((queries * late).to(operand), transposed, by_query, input_precision=PRECISION)
+            if DELTA:
+                by_key = tl.dot(keys * late, tl.trans(early), by_key, input_precision=INVERSE)
+        together = (row >> level == column >> level) & (row > column)
+        by_query = tl.where(together, by_query, tl.where(row == column, own[:, None], 0.0))
         of_pair = place * (SIZE * SIZE) + row * SIZE + column
-        by_query = SCALE * tl.where(row == column, own[:, None], by_query)
-        tl.store(scores + of_pair, by_query.to(operand))
+        tl.store(scores + of_pair, (SCALE * by_query).to(operand))
         if DELTA:
             strength = tl.load(beta + first * HV + head + i * HV, inside, other=0.0).to(tl.float32)
-            # Not in float16: elements of strong decays are small, and nothing that they stand for is dropped.
-            tl.store(inverse + of_pair, invert_tiles(strength[:, None] * by_key, tl.float32, INVERSE))
+            tl.store(products + of_pair, tl.where(together, strength[:, None] * by_key, 0.0))
+    else:
+        tl.store(levels + place, LEVELS)
+
+
+@triton.jit
+def channel_scores_of_halves(
+    query, key, beta, gamma, chunks, levels, scores, products,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, DELTA: tl.constexpr,
+    BONUS: tl.constexpr, SCALE: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    """Computes what tokens of a chunk are to those of other blocks, in ``scores`` and ``products``."""
+    chunk, head = tl.program_id(0) // HV, tl.program_id(0) % HV
+    place = chunk.to(tl.int64) * HV + head
+    first_level = tl.load(levels + place)
+    if first_level < LEVELS:
+        first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
+        i, k = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)
+        row, column = i[:, None], i[None, :]
+        inside = i < tokens
+        key_head: tl.constexpr = HV // H
+        begin, of_key = (first * H + head // key_head) * K, (i * (H * K))[:, None] + k[None, :]
+        of_chunk, of_token = place * (SIZE * K), (i * K)[:, None] + k[None, :]
+        of_pair = place * (SIZE * SIZE) + row * SIZE + column
+        operand = scores.dtype.element_ty
+        for level in tl.range(first_level, LEVELS):
+            by_query = tl.zeros((SIZE, SIZE), tl.float32)
+            by_key = tl.zeros((SIZE, SIZE), tl.float32)
+            for step in tl.range(0, K, BLOCK_K):
+                k_inside = step + k < K
+                mask, block = inside[:, None] & k_inside[None, :], of_chunk + step
+                queries = tl.load(query + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
+                keys = tl.load(key + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
+                sums = tl.load(gamma + block + of_token, (row >= 0) & k_inside[None, :], other=0.0)
+                reading = sums
+                if BONUS:
+                    reading = sums_before(gamma + block, i, k, k_inside, K)
+                reading, sums = on_grid(reading, GRID), on_grid(sums, GRID)
+                decays = anchored(reading, sums, gamma + block, i, k, k_inside, K, 1 << level)
+                late, early = (queries * decays).to(operand), keys * decays
+                by_query = tl.dot(late, tl.trans(early.to(operand)), by_query, input_precision=PRECISION)
+                if DELTA:
+                    by_key = tl.dot(early, tl.trans(early), by_key, input_precision=INVERSE)
+            parted = is_parted(row, column, 1 << level) & (row > column)
+            tl.store(scores + of_pair, (SCALE * by_query).to(operand), parted)
+            if DELTA:
+                strength = tl.load(beta + first * HV + head + i * HV, inside, other=0.0).to(tl.float32)
+                tl.store(products + of_pair, strength[:, None] * by_key, parted)
+
+
+@triton.jit
+def invert_products(chunks, inverse, HV: tl.constexpr, PRECISION: tl.constexpr):
+    """Replaces the products of a chunk, which are strictly below the diagonal, by the inverse of I plus them."""
+    if tl.load(chunks + 3 * (tl.program_id(0) // HV) + 2) > 0:
+        i = tl.arange(0, SIZE)
+        of_pair = tl.program_id(0).to(tl.int64) * (SIZE * SIZE) + i[:, None] * SIZE + i[None, :]
+        # Not in float16: elements of strong decays are small, and nothing that they stand for is dropped.
+        tl.store(inverse + of_pair, invert_tiles(tl.load(inverse + of_pair), tl.float32, PRECISION))
 
 
 @triton.jit

@@ -15,11 +15,18 @@ from tilewright.kernels.linear_attention.triton.calls import (
     normalized_gradients,
     operand_dtype,
 )
-from tilewright.kernels.linear_attention.triton.channel_calls import SCORE_WARPS, ChunksOfChannels, channel_sums, struct
+from tilewright.kernels.linear_attention.triton.channel_calls import (
+    SCORE_WARPS,
+    ChunksOfChannels,
+    block_constants,
+    channel_sums,
+    inverted,
+    score_constants,
+    struct,
+)
 from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, TritonPass
 from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
-from tilewright.kernels.triton.matmul import tl_precision
 
 SCORE_CHANNELS = 16
 """Channels of a step of the kernel of scores, which has four [64, 64] accumulators."""
@@ -54,24 +61,34 @@ def chunked(inputs: LinearAttentionInputs) -> RemovalChunks:
     width = min(power_of_two(key_dim, MIN_DOT), SCORE_CHANNELS)
     gamma = channel_sums(inputs, table, width)
     tokens, pairs = (table.num_chunks, heads, CHUNK, key_dim), (table.num_chunks, heads, CHUNK, CHUNK)
-    found = launch(
+    constants = score_constants(inputs, width)
+    *of_tokens, key_pairs, write_pairs, read_pairs, products, levels = launch(
         kernels.removal_scores,
         [query, key, inputs.removal_read, inputs.removal_write, gamma, table.chunks],
-        [struct(tokens, operand)] * 4 + [struct(pairs, operand)] * 3 + [struct(pairs, jnp.float32)],
+        [
+            *[struct(tokens, operand)] * 4,
+            *[struct(pairs, operand)] * 3,
+            struct(pairs, jnp.float32),
+            struct(tokens[:2], jnp.int32),
+        ],
         grid=[table.num_chunks * heads],
-        constants={
-            "H": inputs.heads,
-            "HV": heads,
-            "K": key_dim,
-            "BLOCK_K": width,
-            "SCALE": float(inputs.scale),
-            "PRECISION": tl_precision(),
-            "INVERSE": "tf32x3" if key.dtype.itemsize == 4 else "tf32",
-        },
+        constants=constants | block_constants(inputs),
         num_warps=SCORE_WARPS,
         num_stages=1,
     )
-    return RemovalChunks(inputs, table, query, key, gamma, *found)
+    of_pairs = [key_pairs, write_pairs, read_pairs, products]
+    *of_pairs, products = launch(
+        kernels.removal_scores_of_halves,
+        [query, key, inputs.removal_read, inputs.removal_write, gamma, table.chunks, levels, *of_pairs],
+        [struct(each.shape, each.dtype) for each in of_pairs],
+        grid=[table.num_chunks * heads],
+        constants=constants,
+        num_warps=SCORE_WARPS,
+        num_stages=1,
+        in_place={0: 7, 1: 8, 2: 9, 3: 10},
+    )
+    inverse = inverted(products, table, constants["INVERSE"])
+    return RemovalChunks(inputs, table, query, key, gamma, *of_tokens, *of_pairs, inverse)
 
 
 def state_pass(chunks: RemovalChunks, tile: TritonPass, *, final: bool) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -16,8 +16,14 @@ since a reads a state before it decays.
 import triton
 import triton.language as tl
 
-from tilewright.kernels.linear_attention.inverse_kernels import invert_tiles
-from tilewright.kernels.linear_attention.triton.channel_kernels import anchored, is_parted, sums_before
+from tilewright.kernels.linear_attention.triton.channel_kernels import (
+    anchored,
+    block_anchors,
+    block_level,
+    is_parted,
+    on_grid,
+    sums_before,
+)
 from tilewright.kernels.linear_attention.triton.forward_kernels import solved
 
 SIZE = tl.constexpr(64)
@@ -27,22 +33,28 @@ LEVELS = tl.constexpr(6)
 @triton.jit
 def removal_scores(
     query, key, read, write, gamma, chunks, from_query, from_read, to_end, write_to_end, key_pairs, write_pairs,
-    read_pairs, inverse,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+    read_pairs, products, levels,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHANNELS: tl.constexpr,
+    SCALE: tl.constexpr, GRID: tl.constexpr, RANGE: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Computes what tokens of a chunk are to each other and to the states; nothing of a chunk without a token."""
+    """Computes what tokens of a chunk are to the states, and tokens of a block to each other.
+
+    levels   log2 of the tokens of the chunk's blocks, int32
+    """
     chunk, head = tl.program_id(0) // HV, tl.program_id(0) % HV
     first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
+    place = chunk.to(tl.int64) * HV + head
     if tokens > 0:
         i, k = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)
         row, column = i[:, None], i[None, :]
+        inside = i < tokens
         key_head: tl.constexpr = HV // H
         begin, of_key = (first * H + head // key_head) * K, (i * (H * K))[:, None] + k[None, :]
         of_head, of_read = (first * HV + head) * K, (i * (HV * K))[:, None] + k[None, :]
-        place = chunk.to(tl.int64) * HV + head
         of_chunk, of_token = place * (SIZE * K), (i * K)[:, None] + k[None, :]
         operand = key_pairs.dtype.element_ty
+        level = block_level(gamma + of_chunk, K, CHANNELS, RANGE)
+        tl.store(levels + place, level)
         by_key = tl.zeros((SIZE, SIZE), tl.float32)
         by_write = tl.zeros((SIZE, SIZE), tl.float32)
         read_key = tl.zeros((SIZE, SIZE), tl.float32)
@@ -51,7 +63,7 @@ def removal_scores(
         own_write = tl.zeros((SIZE,), tl.float32)
         for step in tl.range(0, K, BLOCK_K):
             k_inside = step + k < K
-            mask, block = (i < tokens)[:, None] & k_inside[None, :], of_chunk + step
+            mask, block = inside[:, None] & k_inside[None, :], of_chunk + step
             written = (row >= 0) & k_inside[None, :]
             queries = tl.load(query + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
             keys = tl.load(key + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
@@ -67,28 +79,77 @@ def removal_scores(
             tl.store(write_to_end + block + of_token, (writes * end).to(operand), written)
             own_key += tl.sum(queries * keys, 1)
             own_write += tl.sum(queries * writes, 1)
-            for level in tl.range(LEVELS):
-                half = 1 << level
-                parted = is_parted(row, column, half) & (row > column)
-                decays = anchored(sums, sums, gamma + block, i, k, k_inside, K, half)
-                early_key, early_write = (keys * decays).to(operand), writes * decays
-                late = (queries * decays).to(operand)
-                found = tl.dot(late, tl.trans(early_key), input_precision=PRECISION)
-                by_key += tl.where(parted, found, 0.0)
-                found = tl.dot(late, tl.trans(early_write.to(operand)), input_precision=PRECISION)
-                by_write += tl.where(parted, found, 0.0)
-                reading = reads * anchored(before, sums, gamma + block, i, k, k_inside, K, half)
-                found = tl.dot(reading.to(operand), tl.trans(early_key), input_precision=PRECISION)
-                read_key += tl.where(parted, found, 0.0)
-                found = tl.dot(reading, tl.trans(early_write), input_precision=INVERSE)
-                read_write += tl.where(parted, found, 0.0)
+            anchors = block_anchors(gamma + block, i, k, k_inside, K, level, RANGE)
+            # As in channel_scores, for the layouts.
+            late_query = queries * tl.exp2(tl.where(inside[:, None], on_grid(sums, GRID) - anchors, 0.0))
+            late_read = reads * tl.exp2(tl.where(inside[:, None], on_grid(before, GRID) - anchors, 0.0))
+            early = tl.exp2(anchors - on_grid(sums, GRID))
+            early_key, early_write = tl.trans((keys * early).to(operand)), tl.trans(writes * early)
+            late = late_query.to(operand)
+            by_key = tl.dot(late, early_key, by_key, input_precision=PRECISION)
+            by_write = tl.dot(late, early_write.to(operand), by_write, input_precision=PRECISION)
+            read_key = tl.dot(late_read.to(operand), early_key, read_key, input_precision=PRECISION)
+            read_write = tl.dot(late_read, early_write, read_write, input_precision=INVERSE)
+        together, same = (row >> level == column >> level) & (row > column), row == column
         of_pair = place * (SIZE * SIZE) + row * SIZE + column
-        by_key = SCALE * tl.where(row == column, own_key[:, None], by_key)
-        by_write = SCALE * tl.where(row == column, own_write[:, None], by_write)
-        tl.store(key_pairs + of_pair, by_key.to(operand))
-        tl.store(write_pairs + of_pair, by_write.to(operand))
-        tl.store(read_pairs + of_pair, read_key.to(operand))
-        tl.store(inverse + of_pair, invert_tiles(-read_write, tl.float32, INVERSE))
+        by_key = tl.where(together, by_key, tl.where(same, own_key[:, None], 0.0))
+        by_write = tl.where(together, by_write, tl.where(same, own_write[:, None], 0.0))
+        tl.store(key_pairs + of_pair, (SCALE * by_key).to(operand))
+        tl.store(write_pairs + of_pair, (SCALE * by_write).to(operand))
+        tl.store(read_pairs + of_pair, tl.where(together, read_key, 0.0).to(operand))
+        tl.store(products + of_pair, tl.where(together, -read_write, 0.0))
+    else:
+        tl.store(levels + place, LEVELS)
+
+
+@triton.jit
+def removal_scores_of_halves(
+    query, key, read, write, gamma, chunks, levels, key_pairs, write_pairs, read_pairs, products,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SCALE: tl.constexpr,
+    GRID: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    """Computes what tokens of a chunk are to those of other blocks, in the last four arrays."""
+    chunk, head = tl.program_id(0) // HV, tl.program_id(0) % HV
+    place = chunk.to(tl.int64) * HV + head
+    first_level = tl.load(levels + place)
+    if first_level < LEVELS:
+        first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
+        i, k = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)
+        row, column = i[:, None], i[None, :]
+        key_head: tl.constexpr = HV // H
+        begin, of_key = (first * H + head // key_head) * K, (i * (H * K))[:, None] + k[None, :]
+        of_head, of_read = (first * HV + head) * K, (i * (HV * K))[:, None] + k[None, :]
+        of_chunk, of_token = place * (SIZE * K), (i * K)[:, None] + k[None, :]
+        of_pair = place * (SIZE * SIZE) + row * SIZE + column
+        operand = key_pairs.dtype.element_ty
+        for level in tl.range(first_level, LEVELS):
+            by_key = tl.zeros((SIZE, SIZE), tl.float32)
+            by_write = tl.zeros((SIZE, SIZE), tl.float32)
+            read_key = tl.zeros((SIZE, SIZE), tl.float32)
+            read_write = tl.zeros((SIZE, SIZE), tl.float32)
+            for step in tl.range(0, K, BLOCK_K):
+                k_inside = step + k < K
+                mask, block = (i < tokens)[:, None] & k_inside[None, :], of_chunk + step
+                queries = tl.load(query + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
+                keys = tl.load(key + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
+                reads = tl.load(read + (of_head + step) + of_read, mask, other=0.0).to(tl.float32)
+                writes = tl.load(write + (of_head + step) + of_read, mask, other=0.0).to(tl.float32)
+                sums = tl.load(gamma + block + of_token, (row >= 0) & k_inside[None, :], other=0.0)
+                before = on_grid(sums_before(gamma + block, i, k, k_inside, K), GRID)
+                sums = on_grid(sums, GRID)
+                decays = anchored(sums, sums, gamma + block, i, k, k_inside, K, 1 << level)
+                late_read = reads * anchored(before, sums, gamma + block, i, k, k_inside, K, 1 << level)
+                early_key, early_write = tl.trans((keys * decays).to(operand)), tl.trans(writes * decays)
+                late = (queries * decays).to(operand)
+                by_key = tl.dot(late, early_key, by_key, input_precision=PRECISION)
+                by_write = tl.dot(late, early_write.to(operand), by_write, input_precision=PRECISION)
+                read_key = tl.dot(late_read.to(operand), early_key, read_key, input_precision=PRECISION)
+                read_write = tl.dot(late_read, early_write, read_write, input_precision=INVERSE)
+            parted = is_parted(row, column, 1 << level) & (row > column)
+            tl.store(key_pairs + of_pair, (SCALE * by_key).to(operand), parted)
+            tl.store(write_pairs + of_pair, (SCALE * by_write).to(operand), parted)
+            tl.store(read_pairs + of_pair, read_key.to(operand), parted)
+            tl.store(products + of_pair, -read_write, parted)
 
 
 @triton.jit
