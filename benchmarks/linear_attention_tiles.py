@@ -1,9 +1,10 @@
 """The kernels of linear attention in Triton one by one on a GPU: microseconds by tile, warps and stages.
 
 Every kernel of a call's forward and backward pass runs with the arrays that the call gives it. Tiles are ``BLOCK_K``,
-``BLOCK_V``, warps, stages, and the most registers of a thread if it is limited; 0 leaves a block as the heuristic has it. A pass that updates an array in place is timed
-with a copy of that array. All are compiled first, by as many processes as there are cores. Kernels of decays of
-channels take longer where decays are strong: ``--decays 30`` multiplies their logarithms by 30.
+``BLOCK_V``, warps, stages and, where it is limited, registers of a thread; 0 leaves a block as the heuristic has it. A
+pass that updates an array in place is timed with a copy of that array. All are compiled first, by as many processes as
+there are cores. Kernels of decays of channels take longer where decays are strong: ``--decays 25`` multiplies their
+logarithms by 25.
 
   python -m benchmarks.linear_attention_tiles [--case NAME] [--kernel NAME] [--decays FACTOR]
 """

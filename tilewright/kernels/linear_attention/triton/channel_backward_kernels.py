@@ -14,14 +14,21 @@ With D the gradient of the state behind a chunk (``d_states``):
            2^γ_C <S, D>
   dg       sums of dγ from each token to the end of its chunk, with a bonus without what reads the token's own q
 
-Above the diagonal of Y and X are their transposes, that of X with β: of a pair of halves, which are products of their
-own, the rows of later tokens then are what reads and those of earlier ones what writes, in one matmul for both.
+Above the diagonal of Y and X are their transposes, that of X with β. Within blocks that have one anchor two matmuls
+take what is below and what is above it. Of a pair of halves the rows of later tokens are what reads and those of
+earlier ones what writes, in one matmul for both.
 """
 
 import triton
 import triton.language as tl
 
-from tilewright.kernels.linear_attention.triton.channel_kernels import anchored, is_later, is_parted, sums_before
+from tilewright.kernels.linear_attention.triton.channel_kernels import (
+    block_level,
+    is_later,
+    is_parted,
+    pair_anchors,
+    sums_before,
+)
 from tilewright.kernels.linear_attention.triton.forward_kernels import solved
 
 SIZE = tl.constexpr(64)
@@ -126,7 +133,8 @@ def channel_token_gradients(
     query, key, beta, bonus, updates, d_out, d_updates, states, d_states, d_scores, d_products, gamma, chunks,
     rows_of_all, d_query, d_key, d_beta, d_bonus, d_decay,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, DELTA: tl.constexpr, BONUS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, DELTA: tl.constexpr, BONUS: tl.constexpr, SCALE: tl.constexpr, RANGE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of a block of channels of the keys of a chunk, from all value heads of a key head.
 
@@ -198,24 +206,35 @@ def channel_token_gradients(
         y = tl.load(d_scores + of_pair)
         if DELTA:
             x = tl.load(d_products + of_pair)
-        for level in tl.range(LEVELS):
-            half = 1 << level
-            decays = anchored(reading, sums, gamma + place * (SIZE * K), i, k, has_state, K, half)
-            pairs, later = is_parted(row, column, half), is_later(i, half)[:, None]
-            others = (tl.where(later, queries, keys) * decays).to(operand)
-            found = decays * tl.dot(tl.where(pairs, y, 0.0).to(operand), others, input_precision=PRECISION)
-            d_queries += tl.where(later, found, 0.0)
-            d_keys += tl.where(later, 0.0, found)
-            d_sums += tl.where(later, queries * found, -keys * found)
+        blocks = block_level(gamma + place * (SIZE * K), k, has_state, K, BLOCK_K, RANGE)
+        # From pairs in one block to those in the two halves of the chunk; a block of one token has none.
+        for level in tl.range(tl.maximum(blocks - 1, 0), LEVELS):
+            whole, later = level < blocks, is_later(i, 1 << level)[:, None]
+            anchors = pair_anchors(gamma + place * (SIZE * K), i, k, has_state, K, level, whole, RANGE)
+            late = tl.exp2(tl.where(whole | later, reading - anchors, float("-inf")))
+            early = tl.exp2(tl.where(whole | (later == 0), anchors - sums, float("-inf")))
+            pairs = (row >> level + 1 == column >> level + 1) & (whole | is_parted(row, column, 1 << level))
+            below, over = pairs & (row > column), pairs & (row < column)
+            others = (keys * early).to(operand)
+            found = late * tl.dot(tl.where(below, y, 0.0).to(operand), others, input_precision=PRECISION)
+            d_queries += found
+            d_sums += queries * found
             if BONUS:
-                d_reading += tl.where(later, queries * found, 0.0)
+                d_reading += queries * found
+            reads = (queries * late).to(operand)
+            found = early * tl.dot(tl.where(over, y, 0.0).to(operand), reads, input_precision=PRECISION)
+            d_keys += found
+            d_sums -= keys * found
             if DELTA:
-                others = (keys * decays).to(operand)
-                found = decays * tl.dot(tl.where(pairs, x, 0.0).to(operand), others, input_precision=PRECISION)
-                by_strength += tl.sum(tl.where(later, keys * found, 0.0), 1)
-                found *= tl.where(later, strength[:, None], 1.0)
+                found = late * tl.dot(tl.where(below, x, 0.0).to(operand), others, input_precision=PRECISION)
+                by_strength += tl.sum(keys * found, 1)
+                found *= strength[:, None]
                 d_keys += found
-                d_sums += tl.where(later, keys * found, -keys * found)
+                d_sums += keys * found
+                reads = (keys * late).to(operand)
+                found = early * tl.dot(tl.where(over, x, 0.0).to(operand), reads, input_precision=PRECISION)
+                d_keys += found
+                d_sums -= keys * found
         own = tl.sum(tl.where(row == column, y.to(tl.float32), 0.0), 1)[:, None]
         if BONUS:
             tl.store(d_bonus + place * K + k, tl.sum(own * queries * keys, 0), k_inside)

@@ -20,7 +20,7 @@ from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 from tilewright.kernels.triton.matmul import tl_precision
 
-SCORE_WARPS, SCORE_CHANNELS = 8, 32
+SCORE_WARPS, SCORE_CHANNELS, STREAM_CHANNELS = 8, 32, 64
 """Warps of the kernels of scores, and channels of their steps: two programs of 8 warps fit a multiprocessor."""
 
 
@@ -103,13 +103,18 @@ def score_constants(inputs: LinearAttentionInputs, width: int) -> dict[str, Any]
     }
 
 
-def block_constants(inputs: LinearAttentionInputs) -> dict[str, Any]:
-    """The constants of a kernel that divides a chunk into blocks.
+def block_range(inputs: LinearAttentionInputs) -> int:
+    """log2 of what a channel may decay by in a block of tokens that has one anchor.
 
-    Sums less an anchor are within RANGE / 2 + 2 of 0, and have 24 bits from the last digit of GRID on.
+    On the grid of ``score_constants`` sums have 24 bits, so they are exact less an anchor half of that away.
     """
+    return 56 if inputs.key.dtype.itemsize == 4 else 160
+
+
+def block_constants(inputs: LinearAttentionInputs) -> dict[str, Any]:
+    """More constants of the kernel of scores that divides chunks into blocks."""
     width = power_of_two(inputs.key_dim, MIN_DOT)
-    return {"CHANNELS": width, "RANGE": 56 if inputs.key.dtype.itemsize == 4 else 160}
+    return {"CHANNELS": width, "WIDTH": min(width, STREAM_CHANNELS), "RANGE": block_range(inputs)}
 
 
 def inverted(products: jax.Array, table: ChunkTable, precision: str) -> jax.Array:
@@ -260,7 +265,7 @@ def backward(
         ],
         grid=[chunks.table.num_chunks * inputs.heads * shares],
         scalars={"rows_of_all": inputs.batch * inputs.length},
-        constants=constants | {"H": inputs.heads, "BONUS": bonus},
+        constants=constants | {"H": inputs.heads, "BONUS": bonus, "RANGE": block_range(inputs)},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip

@@ -70,12 +70,12 @@ def anchored(reading, sums, gamma, i, k, k_inside, K: tl.constexpr, HALF):
 
 
 @triton.jit
-def block_level(gamma, K: tl.constexpr, CHANNELS: tl.constexpr, RANGE: tl.constexpr):
+def block_level(gamma, k, k_inside, K: tl.constexpr, CHANNELS: tl.constexpr, RANGE: tl.constexpr):
     """log2 of the tokens of the widest blocks in which no channel decays to less than 2^-RANGE: 6, 5, 4, or else 0."""
-    block, k = tl.arange(0, SIZE // 16)[:, None], tl.arange(0, CHANNELS)[None, :]
-    end, k_inside = gamma + (block * 16 + 15) * K + k, k < K
-    before = tl.load(end - 16 * K, (block > 0) & k_inside, other=0.0)
-    drop = before - tl.load(end, (block >= 0) & k_inside, other=0.0)
+    block = tl.arange(0, SIZE // 16)[:, None]
+    end = gamma + (block * 16 + 15) * K + k[None, :]
+    before = tl.load(end - 16 * K, (block > 0) & k_inside[None, :], other=0.0)
+    drop = before - tl.load(end, (block >= 0) & k_inside[None, :], other=0.0)
     # NaN is too much, too.
     drop = tl.where(drop <= RANGE, drop, 2.0 * RANGE)
     of_halves = tl.sum(tl.reshape(drop, (2, 2, CHANNELS)), 1)
@@ -86,10 +86,18 @@ def block_level(gamma, K: tl.constexpr, CHANNELS: tl.constexpr, RANGE: tl.conste
 
 @triton.jit
 def block_anchors(gamma, i, k, k_inside, K: tl.constexpr, level, RANGE: tl.constexpr):
-    """The anchors of the block of 2^level tokens of each token, RANGE / 2 below the sums before the block."""
+    """The anchors of the blocks of 2^level tokens, RANGE / 2 below the sums before a block."""
     before = (i >> level << level) - 1
     sums = tl.load(gamma + (before * K)[:, None] + k[None, :], (before >= 0)[:, None] & k_inside[None, :], other=0.0)
     return tl.floor(sums) - RANGE // 2
+
+
+@triton.jit
+def pair_anchors(gamma, i, k, k_inside, K: tl.constexpr, level, whole, RANGE: tl.constexpr):
+    """Anchors of blocks of 2 · 2^level tokens: those of ``block_anchors`` if ``whole``, else sums of earlier halves."""
+    token = (i >> level + 1 << level + 1) - 1 + tl.where(whole, 0, 1 << level)
+    sums = tl.load(gamma + (token * K)[:, None] + k[None, :], (token >= 0)[:, None] & k_inside[None, :], other=0.0)
+    return sums - tl.where(whole, RANGE // 2, 0)
 
 
 @triton.jit
@@ -107,9 +115,9 @@ def sums_before(gamma, i, k, k_inside, K: tl.constexpr):
 @triton.jit
 def channel_scores(
     query, key, beta, bonus, gamma, chunks, from_query, from_key, to_end, scores, products, levels,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHANNELS: tl.constexpr,
-    DELTA: tl.constexpr, BONUS: tl.constexpr, SCALE: tl.constexpr, GRID: tl.constexpr, RANGE: tl.constexpr,
-    PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr, DELTA: tl.constexpr, BONUS: tl.constexpr, SCALE: tl.constexpr, GRID: tl.constexpr,
+    RANGE: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """Computes what tokens of a chunk are to the states, and tokens of a block to each other.
 
@@ -119,22 +127,18 @@ def channel_scores(
     first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
     place = chunk.to(tl.int64) * HV + head
     if tokens > 0:
-        i, k = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)
+        i, k = tl.arange(0, SIZE), tl.arange(0, WIDTH)
         row, column = i[:, None], i[None, :]
         inside = i < tokens
         key_head: tl.constexpr = HV // H
-        begin, of_key = (first * H + head // key_head) * K, (i * (H * K))[:, None] + k[None, :]
-        of_chunk, of_token = place * (SIZE * K), (i * K)[:, None] + k[None, :]
+        begin, of_chunk = (first * H + head // key_head) * K, place * (SIZE * K)
         operand = scores.dtype.element_ty
-        level = block_level(gamma + of_chunk, K, CHANNELS, RANGE)
-        tl.store(levels + place, level)
-        by_query = tl.zeros((SIZE, SIZE), tl.float32)
-        by_key = tl.zeros((SIZE, SIZE), tl.float32)
         own = tl.zeros((SIZE,), tl.float32)
-        for step in tl.range(0, K, BLOCK_K):
-            k_inside = step + k < K
-            mask, block = inside[:, None] & k_inside[None, :], of_chunk + step
-            written = (row >= 0) & k_inside[None, :]
+        # First what is streamed through, with many loads at once: stores in the other loop are waited for by matmuls.
+        for step in tl.range(0, K, WIDTH):
+            k_inside, block = step + k < K, of_chunk + step
+            mask, written = inside[:, None] & k_inside[None, :], (row >= 0) & k_inside[None, :]
+            of_key, of_token = (i * (H * K))[:, None] + k[None, :], (i * K)[:, None] + k[None, :]
             queries = tl.load(query + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
             keys = tl.load(key + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
             sums = tl.load(gamma + block + of_token, written, other=0.0)
@@ -143,13 +147,28 @@ def channel_scores(
             if BONUS:
                 reading = sums_before(gamma + block, i, k, k_inside, K)
                 matching *= tl.load(bonus + head * K + step + k, k_inside, other=0.0).to(tl.float32)[None, :]
+            own += tl.sum(matching, 1)
             start = tl.exp2(reading)
             tl.store(from_query + block + of_token, (SCALE * queries * start).to(operand), written)
             tl.store(to_end + block + of_token, (keys * tl.exp2(last[None, :] - sums)).to(operand), written)
-            own += tl.sum(matching, 1)
             if DELTA:
                 tl.store(from_key + block + of_token, (keys * start).to(operand), written)
+        all_k, k = tl.arange(0, CHANNELS), tl.arange(0, BLOCK_K)
+        level = block_level(gamma + of_chunk, all_k, all_k < K, K, CHANNELS, RANGE)
+        tl.store(levels + place, level)
+        of_key, of_token = (i * (H * K))[:, None] + k[None, :], (i * K)[:, None] + k[None, :]
+        by_query = tl.zeros((SIZE, SIZE), tl.float32)
+        by_key = tl.zeros((SIZE, SIZE), tl.float32)
+        for step in tl.range(0, K, BLOCK_K):
+            k_inside, block = step + k < K, of_chunk + step
+            mask = inside[:, None] & k_inside[None, :]
+            queries = tl.load(query + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
+            keys = tl.load(key + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
+            sums = tl.load(gamma + block + of_token, (row >= 0) & k_inside[None, :], other=0.0)
             anchors = block_anchors(gamma + block, i, k, k_inside, K, level, RANGE)
+            reading = sums
+            if BONUS:
+                reading = sums_before(gamma + block, i, k, k_inside, K)
             # Without a condition of rows Triton computes the first operands of both matmuls again, in their layouts.
             late = tl.exp2(tl.where(inside[:, None], on_grid(reading, GRID) - anchors, 0.0))
             early = keys * tl.exp2(anchors - on_grid(sums, GRID))

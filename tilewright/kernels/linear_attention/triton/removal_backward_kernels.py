@@ -16,7 +16,13 @@ Above their diagonals the pairs are their transposes, as in ``channel_backward_k
 import triton
 import triton.language as tl
 
-from tilewright.kernels.linear_attention.triton.channel_kernels import anchored, is_later, is_parted, sums_before
+from tilewright.kernels.linear_attention.triton.channel_kernels import (
+    block_level,
+    is_later,
+    is_parted,
+    pair_anchors,
+    sums_before,
+)
 from tilewright.kernels.linear_attention.triton.forward_kernels import solved
 
 SIZE = tl.constexpr(64)
@@ -105,7 +111,7 @@ def removal_token_gradients(
     query, key, read, write, value, updates, d_out, d_updates, states, d_states, query_key, query_write, read_key,
     read_write, gamma, chunks, d_query, d_key, d_read, d_write, d_decay,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, SCALE: tl.constexpr, RANGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of a block of channels of the keys of a chunk, from all value heads of a key head.
 
@@ -173,40 +179,42 @@ def removal_token_gradients(
         d_queries += by_query
         d_keys += by_end
         of_square = place * (SIZE * SIZE) + of_pair
-        for level in tl.range(LEVELS):
-            half = 1 << level
-            decays = anchored(sums, sums, gamma + of_chunk, i, k, has_state, K, half)
-            reading = anchored(before_sums, sums, gamma + of_chunk, i, k, has_state, K, half)
-            later, parted = is_later(i, half)[:, None], is_parted(row, column, half)
-            late_query, late_read = queries * decays, reads * reading
-            early_key, early_write = keys * decays, writes * decays
-            y = tl.load(query_key + of_square, parted, other=0.0)
-            others = tl.where(later, late_query, early_key).to(operand)
-            found = tl.dot(y, others, input_precision=PRECISION)
-            of_query, of_key_rows = found, found
-            y = tl.load(query_write + of_square, parted, other=0.0)
-            others = tl.where(later, late_query, early_write).to(operand)
-            found = tl.dot(y, others, input_precision=PRECISION)
-            of_query += found
-            of_write_rows = found
-            y = tl.load(read_key + of_square, parted, other=0.0)
-            others = tl.where(later, late_read, early_key).to(operand)
-            found = tl.dot(y, others, input_precision=PRECISION)
-            of_read_rows = found
-            of_key_rows += found
-            y = tl.load(read_write + of_square, parted, other=0.0)
-            others = tl.where(later, late_read, early_write).to(operand)
-            found = tl.dot(y, others, input_precision=PRECISION)
-            of_read_rows += found
-            of_write_rows += found
-            d_queries += tl.where(later, decays * of_query, 0.0)
-            d_reads += tl.where(later, reading * of_read_rows, 0.0)
-            d_keys += tl.where(later, 0.0, decays * of_key_rows)
-            d_writes += tl.where(later, 0.0, decays * of_write_rows)
-            by_reading = tl.where(later, late_read * of_read_rows, 0.0)
-            d_reading += by_reading
-            d_sums += by_reading
-            d_sums += tl.where(later, late_query * of_query, -early_key * of_key_rows - early_write * of_write_rows)
+        blocks = block_level(gamma + of_chunk, k, has_state, K, BLOCK_K, RANGE)
+        # From pairs in one block to those in the two halves of the chunk; a block of one token has none.
+        for level in tl.range(tl.maximum(blocks - 1, 0), LEVELS):
+            whole, later = level < blocks, is_later(i, 1 << level)[:, None]
+            anchors = pair_anchors(gamma + of_chunk, i, k, has_state, K, level, whole, RANGE)
+            late = tl.exp2(tl.where(whole | later, sums - anchors, float("-inf")))
+            late_reading = tl.exp2(tl.where(whole | later, before_sums - anchors, float("-inf")))
+            early = tl.exp2(tl.where(whole | (later == 0), anchors - sums, float("-inf")))
+            pairs = (row >> level + 1 == column >> level + 1) & (whole | is_parted(row, column, 1 << level))
+            below, over = pairs & (row > column), pairs & (row < column)
+            of_keys, of_writes = (keys * early).to(operand), (writes * early).to(operand)
+            of_queries, of_reads = (queries * late).to(operand), (reads * late_reading).to(operand)
+            y = tl.load(query_key + of_square)
+            by_query = tl.dot(tl.where(below, y, 0.0).to(operand), of_keys, input_precision=PRECISION)
+            by_key = tl.dot(tl.where(over, y, 0.0).to(operand), of_queries, input_precision=PRECISION)
+            y = tl.load(query_write + of_square)
+            by_query = tl.dot(tl.where(below, y, 0.0).to(operand), of_writes, by_query, input_precision=PRECISION)
+            by_write = tl.dot(tl.where(over, y, 0.0).to(operand), of_queries, input_precision=PRECISION)
+            y = tl.load(read_key + of_square)
+            by_read = tl.dot(tl.where(below, y, 0.0).to(operand), of_keys, input_precision=PRECISION)
+            by_key = tl.dot(tl.where(over, y, 0.0).to(operand), of_reads, by_key, input_precision=PRECISION)
+            y = tl.load(read_write + of_square)
+            by_read = tl.dot(tl.where(below, y, 0.0).to(operand), of_writes, by_read, input_precision=PRECISION)
+            by_write = tl.dot(tl.where(over, y, 0.0).to(operand), of_reads, by_write, input_precision=PRECISION)
+            by_query, by_read, by_key, by_write = (
+                late * by_query,
+                late_reading * by_read,
+                early * by_key,
+                early * by_write,
+            )
+            d_queries += by_query
+            d_reads += by_read
+            d_keys += by_key
+            d_writes += by_write
+            d_reading += reads * by_read
+            d_sums += queries * by_query + reads * by_read - keys * by_key - writes * by_write
         same = row == column
         own_key = tl.sum(tl.load(query_key + of_square, same, other=0.0).to(tl.float32), 1)[:, None]
         own_write = tl.sum(tl.load(query_write + of_square, same, other=0.0).to(tl.float32), 1)[:, None]

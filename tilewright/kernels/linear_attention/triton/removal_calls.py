@@ -19,6 +19,7 @@ from tilewright.kernels.linear_attention.triton.channel_calls import (
     SCORE_WARPS,
     ChunksOfChannels,
     block_constants,
+    block_range,
     channel_sums,
     inverted,
     score_constants,
@@ -168,7 +169,8 @@ def backward(
             *[struct(of_heads, jnp.float32)] * 3,
         ],
         grid=[chunks.table.num_chunks * inputs.heads * -(-inputs.key_dim // width)],
-        constants=constants | {"H": inputs.heads, "SCALE": float(inputs.scale)},
+        constants=constants
+        | {"H": inputs.heads, "SCALE": float(inputs.scale), "RANGE": block_range(inputs)},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip

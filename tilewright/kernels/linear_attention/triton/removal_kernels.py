@@ -34,8 +34,9 @@ LEVELS = tl.constexpr(6)
 def removal_scores(
     query, key, read, write, gamma, chunks, from_query, from_read, to_end, write_to_end, key_pairs, write_pairs,
     read_pairs, products, levels,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHANNELS: tl.constexpr,
-    SCALE: tl.constexpr, GRID: tl.constexpr, RANGE: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr, SCALE: tl.constexpr, GRID: tl.constexpr, RANGE: tl.constexpr, PRECISION: tl.constexpr,
+    INVERSE: tl.constexpr,
 ):  # fmt: skip
     """Computes what tokens of a chunk are to the states, and tokens of a block to each other.
 
@@ -45,26 +46,20 @@ def removal_scores(
     first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
     place = chunk.to(tl.int64) * HV + head
     if tokens > 0:
-        i, k = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)
+        i, k = tl.arange(0, SIZE), tl.arange(0, WIDTH)
         row, column = i[:, None], i[None, :]
         inside = i < tokens
         key_head: tl.constexpr = HV // H
-        begin, of_key = (first * H + head // key_head) * K, (i * (H * K))[:, None] + k[None, :]
-        of_head, of_read = (first * HV + head) * K, (i * (HV * K))[:, None] + k[None, :]
-        of_chunk, of_token = place * (SIZE * K), (i * K)[:, None] + k[None, :]
+        begin, of_head, of_chunk = (first * H + head // key_head) * K, (first * HV + head) * K, place * (SIZE * K)
         operand = key_pairs.dtype.element_ty
-        level = block_level(gamma + of_chunk, K, CHANNELS, RANGE)
-        tl.store(levels + place, level)
-        by_key = tl.zeros((SIZE, SIZE), tl.float32)
-        by_write = tl.zeros((SIZE, SIZE), tl.float32)
-        read_key = tl.zeros((SIZE, SIZE), tl.float32)
-        read_write = tl.zeros((SIZE, SIZE), tl.float32)
         own_key = tl.zeros((SIZE,), tl.float32)
         own_write = tl.zeros((SIZE,), tl.float32)
-        for step in tl.range(0, K, BLOCK_K):
-            k_inside = step + k < K
-            mask, block = inside[:, None] & k_inside[None, :], of_chunk + step
-            written = (row >= 0) & k_inside[None, :]
+        # Apart from the other loop as in channel_scores.
+        for step in tl.range(0, K, WIDTH):
+            k_inside, block = step + k < K, of_chunk + step
+            mask, written = inside[:, None] & k_inside[None, :], (row >= 0) & k_inside[None, :]
+            of_key, of_read = (i * (H * K))[:, None] + k[None, :], (i * (HV * K))[:, None] + k[None, :]
+            of_token = (i * K)[:, None] + k[None, :]
             queries = tl.load(query + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
             keys = tl.load(key + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
             reads = tl.load(read + (of_head + step) + of_read, mask, other=0.0).to(tl.float32)
@@ -72,18 +67,36 @@ def removal_scores(
             sums = tl.load(gamma + block + of_token, written, other=0.0)
             last = tl.load(gamma + block + (SIZE - 1) * K + k, k_inside, other=0.0)
             before = sums_before(gamma + block, i, k, k_inside, K)
+            own_key += tl.sum(queries * keys, 1)
+            own_write += tl.sum(queries * writes, 1)
             end = tl.exp2(last[None, :] - sums)
             tl.store(from_query + block + of_token, (SCALE * queries * tl.exp2(sums)).to(operand), written)
             tl.store(from_read + block + of_token, (reads * tl.exp2(before)).to(operand), written)
             tl.store(to_end + block + of_token, (keys * end).to(operand), written)
             tl.store(write_to_end + block + of_token, (writes * end).to(operand), written)
-            own_key += tl.sum(queries * keys, 1)
-            own_write += tl.sum(queries * writes, 1)
+        all_k, k = tl.arange(0, CHANNELS), tl.arange(0, BLOCK_K)
+        level = block_level(gamma + of_chunk, all_k, all_k < K, K, CHANNELS, RANGE)
+        tl.store(levels + place, level)
+        of_key, of_read = (i * (H * K))[:, None] + k[None, :], (i * (HV * K))[:, None] + k[None, :]
+        of_token = (i * K)[:, None] + k[None, :]
+        by_key = tl.zeros((SIZE, SIZE), tl.float32)
+        by_write = tl.zeros((SIZE, SIZE), tl.float32)
+        read_key = tl.zeros((SIZE, SIZE), tl.float32)
+        read_write = tl.zeros((SIZE, SIZE), tl.float32)
+        for step in tl.range(0, K, BLOCK_K):
+            k_inside, block = step + k < K, of_chunk + step
+            mask = inside[:, None] & k_inside[None, :]
+            queries = tl.load(query + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
+            keys = tl.load(key + (begin + step) + of_key, mask, other=0.0).to(tl.float32)
+            reads = tl.load(read + (of_head + step) + of_read, mask, other=0.0).to(tl.float32)
+            writes = tl.load(write + (of_head + step) + of_read, mask, other=0.0).to(tl.float32)
+            sums = on_grid(tl.load(gamma + block + of_token, (row >= 0) & k_inside[None, :], other=0.0), GRID)
+            before = on_grid(sums_before(gamma + block, i, k, k_inside, K), GRID)
             anchors = block_anchors(gamma + block, i, k, k_inside, K, level, RANGE)
             # As in channel_scores, for the layouts.
-            late_query = queries * tl.exp2(tl.where(inside[:, None], on_grid(sums, GRID) - anchors, 0.0))
-            late_read = reads * tl.exp2(tl.where(inside[:, None], on_grid(before, GRID) - anchors, 0.0))
-            early = tl.exp2(anchors - on_grid(sums, GRID))
+            late_query = queries * tl.exp2(tl.where(inside[:, None], sums - anchors, 0.0))
+            late_read = reads * tl.exp2(tl.where(inside[:, None], before - anchors, 0.0))
+            early = tl.exp2(anchors - sums)
             early_key, early_write = tl.trans((keys * early).to(operand)), tl.trans(writes * early)
             late = late_query.to(operand)
             by_key = tl.dot(late, early_key, by_key, input_precision=PRECISION)
