@@ -46,10 +46,10 @@ def three_parts(x):
 
 
 @triton.jit
-def product(a, b, acc, OPERAND: tl.constexpr):
+def product(a, b, acc, NARROW: tl.constexpr):
     """``a bᵀ`` of what is rounded to float16, or nearly exact for float32, added to acc."""
-    if OPERAND == tl.float16:
-        acc = tl.dot(a.to(OPERAND), turned(b.to(OPERAND)), acc)
+    if NARROW:
+        acc = tl.dot(a.to(tl.float16), turned(b.to(tl.float16)), acc)
     else:
         a0, a1, a2 = three_parts(a)
         b0, b1, b2 = three_parts(b)
@@ -59,14 +59,14 @@ def product(a, b, acc, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def product_of_parts(a, b, acc, OPERAND: tl.constexpr):
+def product_of_parts(a, b, acc, NARROW: tl.constexpr):
     """The same with b in two parts of float16."""
-    if OPERAND == tl.float16:
-        high = b.to(OPERAND)
-        acc = product(a, b - high.to(tl.float32), acc, OPERAND)
-        acc = product(a, high, acc, OPERAND)
+    if NARROW:
+        high = b.to(tl.float16)
+        acc = product(a, b - high.to(tl.float32), acc, NARROW)
+        acc = product(a, high, acc, NARROW)
     else:
-        acc = product(a, b, acc, OPERAND)
+        acc = product(a, b, acc, NARROW)
     return acc
 
 
@@ -113,7 +113,7 @@ def above(a, b):
 
 
 @triton.jit
-def inverses_on_diagonal(negative, OPERAND: tl.constexpr):
+def inverses_on_diagonal(negative, NARROW: tl.constexpr):
     """The inverses [4, 16, 16] of I - negative for blocks on the diagonal of a strictly lower matrix; transposed."""
     lower = on_diagonal(negative, BLOCKS)
     i, j = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
@@ -121,31 +121,31 @@ def inverses_on_diagonal(negative, OPERAND: tl.constexpr):
     transposed = turned(inverse)
     for level in tl.static_range(1, 4):
         pairs = (i // (2 << level) == j // (2 << level)) & (i // (1 << level) != j // (1 << level))
-        left = product(transposed, tl.where(pairs, lower, 0.0), None, OPERAND)
-        merged = product(inverse, left, inverse, OPERAND)
-        transposed = product(left, inverse, transposed, OPERAND)
+        left = product(transposed, tl.where(pairs, lower, 0.0), None, NARROW)
+        merged = product(inverse, left, inverse, NARROW)
+        transposed = product(left, inverse, transposed, NARROW)
         inverse = merged
     return inverse, transposed
 
 
 @triton.jit
-def inverse_blocks(negative, OPERAND: tl.constexpr):
+def inverse_blocks(negative, NARROW: tl.constexpr):
     """The inverse of I - negative, a strictly lower matrix [64, 64]: blocks [2, 32, 32] on its diagonal, one below.
 
     Args:
       negative: float32.
-      OPERAND: float16 or float32, the dtype of operands of matmuls.
+      NARROW: operands of matmuls are float16, where elements of the inverse are small.
     """
-    inverse, transposed = inverses_on_diagonal(negative, OPERAND)
+    inverse, transposed = inverses_on_diagonal(negative, NARROW)
     (x00, x11), (y00, y11) = halves(inverse), halves(transposed)
-    left = product_of_parts(y00, below_diagonal(negative, 2), None, OPERAND)
-    x10, y10 = product(x11, left, None, OPERAND), product(left, x11, None, OPERAND)
+    left = product_of_parts(y00, below_diagonal(negative, 2), None, NARROW)
+    x10, y10 = product(x11, left, None, NARROW), product(left, x11, None, NARROW)
     zero = tl.zeros((2, BLOCK, BLOCK), tl.float32)
     inverse = above(beside(x00, zero), beside(x10, x11))
     transposed = above(beside(y00, y10), beside(zero, y11))
     x11, y00 = halves(inverse)[1], halves(transposed)[0]
-    left = product_of_parts(y00, below_diagonal(negative, 1), None, OPERAND)
-    return inverse, product(x11, left, None, OPERAND)
+    left = product_of_parts(y00, below_diagonal(negative, 1), None, NARROW)
+    return inverse, product(x11, left, None, NARROW)
 
 
 @triton.jit
@@ -188,5 +188,5 @@ def chunk_inverse(
             value_head = head * group + member
             strength = tl.load(beta + first * HV + value_head + i * HV, mask=inside, other=0.0).to(tl.float32)
             target = out + (chunk.to(tl.int64) * HV + value_head) * (SIZE * SIZE)
-            diagonal, lower_left = inverse_blocks(strength[:, None] * negative, out.dtype.element_ty)
+            diagonal, lower_left = inverse_blocks(strength[:, None] * negative, out.dtype.element_ty == tl.float16)
             store_blocks(target, diagonal, lower_left)

@@ -13,19 +13,31 @@ import triton.language as tl
 from tilewright.kernels.linear_attention.gate_kernels import sums_of_decays
 from tilewright.kernels.linear_attention.inverse_kernels import (
     SIZE,
-    below_diagonal,
     high_part,
     inverse_blocks,
-    on_diagonal,
     store_blocks,
 )
 
 
 @triton.jit
 def sums_of_squares(rows):
-    """Those of each row, in float32."""
+    """Sums of the squares of each row, in float32."""
     rows = rows.to(tl.float32)
     return tl.sum(rows * rows, 1)
+
+
+@triton.jit
+def with_decays(diagonal, lower_left, gamma, strength):
+    """T from T0 in the form of `inverse_blocks`."""
+    HALF: tl.constexpr = SIZE // 2
+    gamma, strength = tl.reshape(gamma, (2, HALF)), tl.reshape(strength, (2, HALF))
+    i = tl.arange(0, HALF)
+    below = i[None, :, None] > i[None, None, :]
+    decays = tl.exp2(tl.where(below, gamma[:, :, None] - gamma[:, None, :], 0.0))
+    diagonal = tl.where(below, diagonal * decays * strength[:, None, :], 0.0)
+    of_columns, of_rows = tl.split(tl.trans(gamma))
+    decays = tl.exp2(of_rows[None, :, None] - of_columns[None, None, :])
+    return diagonal, lower_left * decays * tl.split(tl.trans(strength))[0][None, None, :]
 
 
 @triton.jit
@@ -90,11 +102,8 @@ def prepare_chunk(
             if DELTA:
                 strength = tl.load(beta + first * HV + value_head + i * HV, mask=inside, other=0.0).to(tl.float32)
                 tl.store(row + SIZE, strength)
-                diagonal, lower_left = inverse_blocks(strength[:, None] * negative, tl.float16 if NORM else tl.float32)
-                decays = tl.where(below, tl.exp2(tl.where(below, gamma[:, None] - gamma[None, :], 0.0)), 0.0)
-                factors = decays * strength[None, :]
-                diagonal *= on_diagonal(factors, 2)
-                lower_left *= below_diagonal(factors, 1)
+                diagonal, lower_left = inverse_blocks(strength[:, None] * negative, NORM)
+                diagonal, lower_left = with_decays(diagonal, lower_left, gamma, strength)
                 target = solve + place * (2 * SIZE * SIZE)
                 high, high_left = high_part(diagonal), high_part(lower_left)
                 store_blocks(target, high, high_left)
