@@ -36,5 +36,6 @@ def chunk_inverse(key: jax.Array, beta: jax.Array, table: ChunkTable, *, dtype: 
             "BLOCK_K": min(power_of_two(key_dim, MIN_DOT), 64),
             "PRECISION": "tf32x3" if key.dtype.itemsize == 4 else "tf32",
         },
+        num_warps=1,
     )
     return out

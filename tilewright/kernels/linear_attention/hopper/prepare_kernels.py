@@ -11,16 +11,40 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.linear_attention.gate_kernels import sums_of_decays
-from tilewright.kernels.linear_attention.inverse_kernels import invert_narrow, invert_wide
+from tilewright.kernels.linear_attention.inverse_kernels import (
+    SIZE,
+    high_part,
+    inverse_blocks,
+    store_blocks,
+)
 
-SIZE = tl.constexpr(64)
+
+@triton.jit
+def sums_of_squares(rows):
+    """Sums of the squares of each row, in float32."""
+    rows = rows.to(tl.float32)
+    return tl.sum(rows * rows, 1)
+
+
+@triton.jit
+def with_decays(diagonal, lower_left, gamma, strength):
+    """T from T0 in the form of `inverse_blocks`."""
+    HALF: tl.constexpr = SIZE // 2
+    gamma, strength = tl.reshape(gamma, (2, HALF)), tl.reshape(strength, (2, HALF))
+    i = tl.arange(0, HALF)
+    below = i[None, :, None] > i[None, None, :]
+    decays = tl.exp2(tl.where(below, gamma[:, :, None] - gamma[:, None, :], 0.0))
+    diagonal = tl.where(below, diagonal * decays * strength[:, None, :], 0.0)
+    of_columns, of_rows = tl.split(tl.trans(gamma))
+    decays = tl.exp2(of_rows[None, :, None] - of_columns[None, None, :])
+    return diagonal, lower_left * decays * tl.split(tl.trans(strength))[0][None, None, :]
 
 
 @triton.jit
 def prepare_chunk(
     query, key, log_decay, beta, chunks, gates, solve,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, GATE: tl.constexpr,
-    DELTA: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    DELTA: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Writes the gates of all value heads of a key head and, for a delta rule, T; of chunks that have a token.
 
@@ -40,20 +64,23 @@ def prepare_chunk(
         of_query = tl.zeros((SIZE,), tl.float32)
         for step in tl.static_range(0, K, SIZE):
             # Rows behind the last token may hold NaN.
-            keys = tl.load(key + rows + step, mask=inside[:, None] & (k >= 0)[None, :], other=0.0)
+            mask = inside[:, None] & (k >= 0)[None, :]
+            keys = tl.load(key + rows + step, mask=mask, other=0.0)
             if DELTA:
-                products = tl.dot(keys, tl.trans(keys), products, input_precision=PRECISION)
+                products = tl.dot(keys, tl.trans(keys), products)
+            elif NORM:
+                of_key += sums_of_squares(keys)
             if NORM:
-                wide = keys.to(tl.float32)
-                of_key += tl.sum(wide * wide, 1)
-                wide = tl.load(query + rows + step, mask=inside[:, None] & (k >= 0)[None, :], other=0.0).to(tl.float32)
-                of_query += tl.sum(wide * wide, 1)
+                of_query += sums_of_squares(tl.load(query + rows + step, mask=mask, other=0.0))
         if NORM:
-            of_key, of_query = 1.0 / tl.sqrt_rn(of_key + EPS), 1.0 / tl.sqrt_rn(of_query + EPS)
+            if DELTA:
+                of_key = tl.sum(tl.where(i[:, None] == i[None, :], products, -0.0), 1)
+            of_key, of_query = tl.rsqrt(of_key + EPS), tl.rsqrt(of_query + EPS)
         else:
             of_key, of_query = of_key + 1.0, of_query + 1.0
         of_query *= SCALE
         below = i[:, None] > i[None, :]
+        negative = tl.where(below, products * -of_key[:, None] * of_key[None, :], 0.0)
         group: tl.constexpr = HV // H
         for member in tl.range(group):
             value_head = head * group + member
@@ -75,14 +102,12 @@ def prepare_chunk(
             if DELTA:
                 strength = tl.load(beta + first * HV + value_head + i * HV, mask=inside, other=0.0).to(tl.float32)
                 tl.store(row + SIZE, strength)
-                lower = tl.where(below, (strength * of_key)[:, None] * products * of_key[None, :], 0.0)
-                inverse = invert_narrow(lower) if NORM else invert_wide(lower)
-                decays = tl.exp2(tl.where(below, gamma[:, None] - gamma[None, :], 0.0))
-                exact = tl.where(below, inverse * decays * strength[None, :], 0.0)
-                high = exact.to(solve.dtype.element_ty)
-                target = solve + place * (2 * SIZE * SIZE) + i[:, None] * SIZE + i[None, :]
-                tl.store(target, high)
-                tl.store(target + SIZE * SIZE, (exact - high.to(tl.float32)).to(solve.dtype.element_ty))
+                diagonal, lower_left = inverse_blocks(strength[:, None] * negative, NORM)
+                diagonal, lower_left = with_decays(diagonal, lower_left, gamma, strength)
+                target = solve + place * (2 * SIZE * SIZE)
+                high, high_left = high_part(diagonal), high_part(lower_left)
+                store_blocks(target, high, high_left)
+                store_blocks(target + SIZE * SIZE, diagonal - high, lower_left - high_left)
 
 
 @triton.jit
