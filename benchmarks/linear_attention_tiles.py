@@ -1,10 +1,9 @@
 """The kernels of linear attention in Triton one by one on a GPU: microseconds by tile, warps and stages.
 
 Every kernel of a call's forward and backward pass runs with the arrays that the call gives it. Tiles are ``BLOCK_K``,
-``BLOCK_V``, warps, stages and, where it is limited, registers of a thread; 0 leaves a block as the heuristic has it. A
-pass that updates an array in place is timed with a copy of that array. All are compiled first, by as many processes as
-there are cores. Kernels of decays of channels take longer where decays are strong: ``--decays 25`` multiplies their
-logarithms by 25.
+``BLOCK_V``, warps and stages; 0 leaves a block as the heuristic has it. A pass that updates an array in place is timed
+with a copy of that array. All are compiled first, by as many processes as there are cores. Kernels of decays of
+channels take longer where decays are strong: ``--decays 25`` multiplies their logarithms by 25.
 
   python -m benchmarks.linear_attention_tiles [--case NAME] [--kernel NAME] [--decays FACTOR]
 """
@@ -35,13 +34,13 @@ from tilewright.ops.kernel.prepared import prepared
 from tilewright.ops.types import Device
 from tilewright.ops.utils.device import current_device
 
-type Tile = tuple[int, int, int, int, int | None]
+type Tile = tuple[int, int, int, int]
 
 
 def tiles(text: str) -> list[Tile]:
-    """Tiles from their numbers, such as ``64,64,4,2 0,128,8,3,128``."""
-    found = [[int(number) for number in each.split(",")] for each in text.split()]
-    return [(k, v, warps, stages, most[0] if most else None) for k, v, warps, stages, *most in found]
+    """Tiles from their numbers, such as ``64,64,4,2 0,128,8,3``."""
+    found = [tuple(int(number) for number in each.split(",")) for each in text.split()]
+    return [(block_k, block_v, warps, stages) for block_k, block_v, warps, stages in found]
 
 
 TILES: dict[str, list[Tile]] = {
@@ -54,15 +53,15 @@ TILES: dict[str, list[Tile]] = {
     "query_gradients": tiles("64,64,4,1 64,64,4,2 64,64,8,1 64,128,4,1 64,128,8,1 128,64,8,1"),
     "key_gradients": tiles("64,64,4,1 64,64,4,2 64,64,8,1 64,128,4,1 32,64,4,1 128,64,8,1"),
     "channel_gates": tiles("32,0,4,2 64,0,4,2 128,0,4,2 32,0,2,2"),
-    "channel_scores": tiles("32,0,8,1 32,0,8,2,128 32,0,4,1 16,0,8,1 64,0,8,1"),
+    "channel_scores": tiles("32,0,8,1 32,0,8,2 32,0,4,1 16,0,8,1 64,0,8,1"),
     "channel_scores_of_halves": tiles("32,0,8,1 32,0,8,2 32,0,4,1 64,0,8,1"),
-    "invert_products": tiles("0,0,4,2 0,0,1,2 0,0,2,2 0,0,8,2"),
+    "invert_products": tiles("0,0,1,2 0,0,2,2 0,0,4,2"),
     "channel_states": tiles("0,32,4,2 0,32,4,3 0,64,4,2 0,64,8,2 0,16,4,2"),
     "channel_outputs": tiles("64,64,4,2 64,64,4,1 64,128,8,2 128,128,8,1"),
     "channel_state_gradients": tiles("0,32,4,2 0,64,8,2 0,16,4,2"),
     "channel_pair_gradients": tiles("0,32,8,1 0,64,8,1 0,64,4,1"),
     "channel_token_gradients": tiles("32,32,8,1 32,64,8,1 64,32,8,1 64,64,8,1 32,32,4,1"),
-    "removal_scores": tiles("16,0,8,1 16,0,8,1,128 32,0,8,1 64,0,8,1 16,0,4,1"),
+    "removal_scores": tiles("16,0,8,1 32,0,8,1 64,0,8,1 16,0,4,1"),
     "removal_scores_of_halves": tiles("16,0,8,1 32,0,8,1 64,0,8,1"),
     "removal_states": tiles("0,32,4,2 0,64,4,2 0,16,4,2"),
     "removal_outputs": tiles("64,64,4,2 64,64,4,1"),
@@ -101,7 +100,7 @@ def launches(case: str, device: Device) -> dict[str, Launch]:
 
 def with_tile(of_call: Launch, tile: Tile) -> Launch:
     """The launch with another tile; its grid and its shares of sums follow."""
-    constants, (block_k, block_v, warps, stages, most) = dict(of_call.constants), tile
+    constants, (block_k, block_v, warps, stages) = dict(of_call.constants), tile
     dim, size = ("V", "BLOCK_V") if "V" in constants and of_call.name not in BY_CHANNELS_OF_KEYS else ("K", "BLOCK_K")
     before = -(-constants[dim] // constants[size]) if size in constants else 1
     constants |= ({"BLOCK_K": block_k} if block_k else {}) | ({"BLOCK_V": block_v} if block_v else {})
@@ -112,13 +111,7 @@ def with_tile(of_call: Launch, tile: Tile) -> Launch:
     if of_call.name in BY_CHANNELS_OF_KEYS:
         outputs = tuple(x.update(shape=(after, *x.shape[1:])) if _has_shares(x, before) else x for x in outputs)
     return dataclasses.replace(
-        of_call,
-        constants=tuple(constants.items()),
-        grid=grid,
-        outputs=outputs,
-        num_warps=warps,
-        num_stages=stages,
-        max_registers=most,
+        of_call, constants=tuple(constants.items()), grid=grid, outputs=outputs, num_warps=warps, num_stages=stages
     )
 
 
@@ -175,7 +168,6 @@ def program(each: Launch, arrays: Sequence[jax.Array]) -> tuple[Callable[..., An
         "scalars": dict(each.scalars),
         "num_warps": each.num_warps,
         "num_stages": each.num_stages,
-        "max_registers": each.max_registers,
         "in_place": {fresh + number: source for number, source in enumerate(each.in_place)},
     }
     return jax.jit(lambda *arrays: launch(each.kernel, arrays, each.outputs, **options)), tuple(given)
@@ -205,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             runs = {}
             for _, tile, each in listed(case, [kernel], device):
                 run, arrays = program(each, held[kernel])
-                runs[",".join(str(number) for number in tile if number is not None)] = queued(run, arrays, given.calls)
+                runs[",".join(map(str, tile))] = queued(run, arrays, given.calls)
             with concurrent.futures.ThreadPoolExecutor(cores) as threads:
                 list(threads.map(lambda run: run(), runs.values()))
             for name, timing in interleaved(runs, given.rounds).items():

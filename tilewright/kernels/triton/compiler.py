@@ -80,8 +80,6 @@ def _compiled(launch: Launch, capability: tuple[int, int], settings: tuple[str, 
         "enable_fp_fusion": True,  # the default so far, which Triton is going to change
         "ptx_version": PTX_VERSIONS[capability],
     }
-    if launch.max_registers is not None:
-        options["maxnreg"] = launch.max_registers
     return triton.compile(source, target=GPUTarget("cuda", _number(capability), 32), options=options)
 
 

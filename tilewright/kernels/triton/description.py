@@ -27,7 +27,6 @@ class Launch:
       constants: values of the ``tl.constexpr`` parameters; the kernel is compiled for each set of them.
       grid: programs along three axes.
       in_place: for each output that is an input, updated, the input's index.
-      max_registers: of a thread; None is what ptxas chooses.
     """
 
     kernel: JitKernel
@@ -39,7 +38,6 @@ class Launch:
     num_warps: int
     num_stages: int
     in_place: tuple[int, ...] = ()
-    max_registers: int | None = None
 
     def __post_init__(self) -> None:
         name, given = self.name, dict(self.constants)

@@ -44,7 +44,6 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 2,
     in_place: Mapping[int, int] = MappingProxyType({}),
-    max_registers: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """Runs a ``@triton.jit`` kernel on ``inputs`` and returns arrays like ``outputs``.
 
@@ -66,7 +65,6 @@ def launch(
       num_stages: stages of the pipelines that Triton makes of loops.
       in_place: input index by output index, for outputs that update an input's memory; these outputs come last. The
         kernel has no parameter for them: it reads and writes by the input's pointer. Donating the input saves a copy.
-      max_registers: of a thread, so that more programs fit a multiprocessor; None is what ptxas chooses.
 
     Raises:
       TypeError, ValueError: the arguments are not what the kernel takes.
@@ -87,7 +85,6 @@ def launch(
         num_warps,
         num_stages,
         tuple(in_place[index] for index in sorted(in_place)),
-        max_registers,
     )
     record = _records.get()
     if record is not None:

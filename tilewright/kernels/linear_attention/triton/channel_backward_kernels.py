@@ -129,6 +129,34 @@ def channel_pair_gradients(
 
 
 @triton.jit
+def gradients_of_pairs(
+    pairs, late, early, reading, sums, gamma, i, k, k_inside, K: tl.constexpr, blocks, RANGE: tl.constexpr,
+    operand: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of rows that read and of rows that have written, from those of their products by pairs.
+
+    pairs           [64, 64], of later rows and earlier columns below the diagonal, and its transpose above it
+    reading, sums   γ of the rows that read and of those that have written
+    blocks          as in ``block_level``
+    """
+    row, column = i[:, None], i[None, :]
+    d_late = tl.zeros_like(late)
+    d_early = tl.zeros_like(early)
+    # From pairs in one block to those in the two halves of the chunk; a block of one token has none.
+    for level in tl.range(tl.maximum(blocks - 1, 0), LEVELS):
+        whole, later = level < blocks, is_later(i, 1 << level)[:, None]
+        anchors = pair_anchors(gamma, i, k, k_inside, K, level, whole, RANGE)
+        rise = tl.exp2(tl.where(whole | later, reading - anchors, float("-inf")))
+        fall = tl.exp2(tl.where(whole | (later == 0), anchors - sums, float("-inf")))
+        chosen = (row >> level + 1 == column >> level + 1) & (whole | is_parted(row, column, 1 << level))
+        chosen_late = tl.where(chosen & (row > column), pairs, 0.0).to(operand)
+        d_late += rise * tl.dot(chosen_late, (early * fall).to(operand), input_precision=PRECISION)
+        chosen_early = tl.where(chosen & (row < column), pairs, 0.0).to(operand)
+        d_early += fall * tl.dot(chosen_early, (late * rise).to(operand), input_precision=PRECISION)
+    return d_late, d_early
+
+
+@triton.jit
 def channel_token_gradients(
     query, key, beta, bonus, updates, d_out, d_updates, states, d_states, d_scores, d_products, gamma, chunks,
     rows_of_all, d_query, d_key, d_beta, d_bonus, d_decay,
@@ -204,37 +232,16 @@ def channel_token_gradients(
             d_sums += strength[:, None] * (keys * by_key)
         of_pair = place * (SIZE * SIZE) + row * SIZE + column
         y = tl.load(d_scores + of_pair)
-        if DELTA:
-            x = tl.load(d_products + of_pair)
         blocks = block_level(gamma + place * (SIZE * K), k, has_state, K, BLOCK_K, RANGE)
-        # From pairs in one block to those in the two halves of the chunk; a block of one token has none.
-        for level in tl.range(tl.maximum(blocks - 1, 0), LEVELS):
-            whole, later = level < blocks, is_later(i, 1 << level)[:, None]
-            anchors = pair_anchors(gamma + place * (SIZE * K), i, k, has_state, K, level, whole, RANGE)
-            late = tl.exp2(tl.where(whole | later, reading - anchors, float("-inf")))
-            early = tl.exp2(tl.where(whole | (later == 0), anchors - sums, float("-inf")))
-            pairs = (row >> level + 1 == column >> level + 1) & (whole | is_parted(row, column, 1 << level))
-            below, over = pairs & (row > column), pairs & (row < column)
-            others = (keys * early).to(operand)
-            found = late * tl.dot(tl.where(below, y, 0.0).to(operand), others, input_precision=PRECISION)
-            d_queries += found
-            d_sums += queries * found
-            if BONUS:
-                d_reading += queries * found
-            reads = (queries * late).to(operand)
-            found = early * tl.dot(tl.where(over, y, 0.0).to(operand), reads, input_precision=PRECISION)
-            d_keys += found
-            d_sums -= keys * found
-            if DELTA:
-                found = late * tl.dot(tl.where(below, x, 0.0).to(operand), others, input_precision=PRECISION)
-                by_strength += tl.sum(keys * found, 1)
-                found *= strength[:, None]
-                d_keys += found
-                d_sums += keys * found
-                reads = (keys * late).to(operand)
-                found = early * tl.dot(tl.where(over, x, 0.0).to(operand), reads, input_precision=PRECISION)
-                d_keys += found
-                d_sums -= keys * found
+        of_chunk = gamma + place * (SIZE * K)
+        found, others = gradients_of_pairs(
+            y, queries, keys, reading, sums, of_chunk, i, k, has_state, K, blocks, RANGE, operand, PRECISION
+        )
+        d_queries += found
+        d_keys += others
+        d_sums += queries * found - keys * others
+        if BONUS:
+            d_reading += queries * found
         own = tl.sum(tl.where(row == column, y.to(tl.float32), 0.0), 1)[:, None]
         if BONUS:
             tl.store(d_bonus + place * K + k, tl.sum(own * queries * keys, 0), k_inside)
@@ -242,6 +249,14 @@ def channel_token_gradients(
         d_queries += own * keys
         d_keys += own * queries
         if DELTA:
+            x = tl.load(d_products + of_pair)
+            found, others = gradients_of_pairs(
+                x, keys, keys, reading, sums, of_chunk, i, k, has_state, K, blocks, RANGE, operand, PRECISION
+            )
+            by_strength += tl.sum(keys * found, 1)
+            found = strength[:, None] * found
+            d_keys += found + others
+            d_sums += keys * (found - others)
             share = block.to(tl.int64) * rows_of_all * HV
             tl.store(d_beta + share + of_head + i * HV, by_strength, written)
         # Each decay is in γ_C.

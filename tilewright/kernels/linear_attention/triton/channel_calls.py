@@ -117,7 +117,7 @@ def block_constants(inputs: LinearAttentionInputs) -> dict[str, Any]:
     return {"CHANNELS": width, "WIDTH": min(width, STREAM_CHANNELS), "RANGE": block_range(inputs)}
 
 
-def inverted(products: jax.Array, table: ChunkTable, precision: str) -> jax.Array:
+def inverted(products: jax.Array, table: ChunkTable) -> jax.Array:
     """The inverses of I plus the products, [chunks, HV, 64, 64] in float32, in their place."""
     from tilewright.kernels.linear_attention.triton import channel_kernels as kernels
 
@@ -126,7 +126,8 @@ def inverted(products: jax.Array, table: ChunkTable, precision: str) -> jax.Arra
         [table.chunks, products],
         [struct(products.shape, products.dtype)],
         grid=[table.num_chunks * products.shape[1]],
-        constants={"HV": products.shape[1], "PRECISION": precision},
+        constants={"HV": products.shape[1]},
+        num_warps=1,
         in_place={0: 1},
     )
     return inverse
@@ -166,11 +167,11 @@ def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
         [struct(scores.shape, scores.dtype), struct(products.shape, products.dtype)],
         grid=[table.num_chunks * heads],
         constants=constants | options,
-        num_warps=SCORE_WARPS,
+        num_warps=4,
         num_stages=1,
         in_place={0: 6, 1: 7},
     )
-    inverse = inverted(products, table, constants["INVERSE"]) if delta else products
+    inverse = inverted(products, table) if delta else products
     return ChannelChunks(inputs, table, query, key, gamma, from_query, from_key, to_end, scores, inverse)
 
 

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.linear_attention.gate_kernels import sums_of_decays
-from tilewright.kernels.linear_attention.inverse_kernels import invert_tiles
+from tilewright.kernels.linear_attention.inverse_kernels import inverse_blocks, store_blocks
 from tilewright.kernels.linear_attention.triton.forward_kernels import solved
 
 SIZE = tl.constexpr(64)
@@ -233,13 +233,18 @@ def channel_scores_of_halves(
 
 
 @triton.jit
-def invert_products(chunks, inverse, HV: tl.constexpr, PRECISION: tl.constexpr):
+def invert_products(chunks, inverse, HV: tl.constexpr):
     """Replaces the products of a chunk, which are strictly below the diagonal, by the inverse of I plus them."""
     if tl.load(chunks + 3 * (tl.program_id(0) // HV) + 2) > 0:
         i = tl.arange(0, SIZE)
-        of_pair = tl.program_id(0).to(tl.int64) * (SIZE * SIZE) + i[:, None] * SIZE + i[None, :]
+        target = inverse + tl.program_id(0).to(tl.int64) * (SIZE * SIZE)
+        products = tl.load(target + i[:, None] * SIZE + i[None, :])
+        none = tl.zeros((SIZE, 16), tl.bfloat16)
+        # In the layout of an accumulator, as inverse_blocks wants it.
+        products = tl.dot(none, tl.trans(none), products)
         # Not in float16: elements of strong decays are small, and nothing that they stand for is dropped.
-        tl.store(inverse + of_pair, invert_tiles(tl.load(inverse + of_pair), tl.float32, PRECISION))
+        diagonal, below = inverse_blocks(-products, False)
+        store_blocks(target, diagonal, below)
 
 
 @triton.jit

@@ -16,17 +16,11 @@ Above their diagonals the pairs are their transposes, as in ``channel_backward_k
 import triton
 import triton.language as tl
 
-from tilewright.kernels.linear_attention.triton.channel_kernels import (
-    block_level,
-    is_later,
-    is_parted,
-    pair_anchors,
-    sums_before,
-)
+from tilewright.kernels.linear_attention.triton.channel_backward_kernels import gradients_of_pairs
+from tilewright.kernels.linear_attention.triton.channel_kernels import block_level, sums_before
 from tilewright.kernels.linear_attention.triton.forward_kernels import solved
 
 SIZE = tl.constexpr(64)
-LEVELS = tl.constexpr(6)
 
 
 @triton.jit
@@ -180,41 +174,36 @@ def removal_token_gradients(
         d_keys += by_end
         of_square = place * (SIZE * SIZE) + of_pair
         blocks = block_level(gamma + of_chunk, k, has_state, K, BLOCK_K, RANGE)
-        # From pairs in one block to those in the two halves of the chunk; a block of one token has none.
-        for level in tl.range(tl.maximum(blocks - 1, 0), LEVELS):
-            whole, later = level < blocks, is_later(i, 1 << level)[:, None]
-            anchors = pair_anchors(gamma + of_chunk, i, k, has_state, K, level, whole, RANGE)
-            late = tl.exp2(tl.where(whole | later, sums - anchors, float("-inf")))
-            late_reading = tl.exp2(tl.where(whole | later, before_sums - anchors, float("-inf")))
-            early = tl.exp2(tl.where(whole | (later == 0), anchors - sums, float("-inf")))
-            pairs = (row >> level + 1 == column >> level + 1) & (whole | is_parted(row, column, 1 << level))
-            below, over = pairs & (row > column), pairs & (row < column)
-            of_keys, of_writes = (keys * early).to(operand), (writes * early).to(operand)
-            of_queries, of_reads = (queries * late).to(operand), (reads * late_reading).to(operand)
-            y = tl.load(query_key + of_square)
-            by_query = tl.dot(tl.where(below, y, 0.0).to(operand), of_keys, input_precision=PRECISION)
-            by_key = tl.dot(tl.where(over, y, 0.0).to(operand), of_queries, input_precision=PRECISION)
-            y = tl.load(query_write + of_square)
-            by_query = tl.dot(tl.where(below, y, 0.0).to(operand), of_writes, by_query, input_precision=PRECISION)
-            by_write = tl.dot(tl.where(over, y, 0.0).to(operand), of_queries, input_precision=PRECISION)
-            y = tl.load(read_key + of_square)
-            by_read = tl.dot(tl.where(below, y, 0.0).to(operand), of_keys, input_precision=PRECISION)
-            by_key = tl.dot(tl.where(over, y, 0.0).to(operand), of_reads, by_key, input_precision=PRECISION)
-            y = tl.load(read_write + of_square)
-            by_read = tl.dot(tl.where(below, y, 0.0).to(operand), of_writes, by_read, input_precision=PRECISION)
-            by_write = tl.dot(tl.where(over, y, 0.0).to(operand), of_reads, by_write, input_precision=PRECISION)
-            by_query, by_read, by_key, by_write = (
-                late * by_query,
-                late_reading * by_read,
-                early * by_key,
-                early * by_write,
-            )
-            d_queries += by_query
-            d_reads += by_read
-            d_keys += by_key
-            d_writes += by_write
-            d_reading += reads * by_read
-            d_sums += queries * by_query + reads * by_read - keys * by_key - writes * by_write
+        y = tl.load(query_key + of_square)
+        found, others = gradients_of_pairs(
+            y, queries, keys, sums, sums, gamma + of_chunk, i, k, has_state, K, blocks, RANGE, operand, PRECISION
+        )
+        d_queries += found
+        d_keys += others
+        d_sums += queries * found - keys * others
+        y = tl.load(query_write + of_square)
+        found, others = gradients_of_pairs(
+            y, queries, writes, sums, sums, gamma + of_chunk, i, k, has_state, K, blocks, RANGE, operand, PRECISION
+        )
+        d_queries += found
+        d_writes += others
+        d_sums += queries * found - writes * others
+        y = tl.load(read_key + of_square)
+        found, others = gradients_of_pairs(
+            y, reads, keys, before_sums, sums, gamma + of_chunk, i, k, has_state, K, blocks, RANGE, operand, PRECISION
+        )
+        d_reads += found
+        d_keys += others
+        d_sums += reads * found - keys * others
+        d_reading += reads * found
+        y = tl.load(read_write + of_square)
+        found, others = gradients_of_pairs(
+            y, reads, writes, before_sums, sums, gamma + of_chunk, i, k, has_state, K, blocks, RANGE, operand, PRECISION
+        )
+        d_reads += found
+        d_writes += others
+        d_sums += reads * found - writes * others
+        d_reading += reads * found
         same = row == column
         own_key = tl.sum(tl.load(query_key + of_square, same, other=0.0).to(tl.float32), 1)[:, None]
         own_write = tl.sum(tl.load(query_write + of_square, same, other=0.0).to(tl.float32), 1)[:, None]

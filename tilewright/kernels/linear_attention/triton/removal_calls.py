@@ -88,7 +88,7 @@ def chunked(inputs: LinearAttentionInputs) -> RemovalChunks:
         num_stages=1,
         in_place={0: 7, 1: 8, 2: 9, 3: 10},
     )
-    inverse = inverted(products, table, constants["INVERSE"])
+    inverse = inverted(products, table)
     return RemovalChunks(inputs, table, query, key, gamma, *of_tokens, *of_pairs, inverse)
 
 
