@@ -6,16 +6,25 @@
   A        A_ij(x, y) = Σ_c x_ic y_jc 2^(γ_ic - γ_jc) below the diagonal
   P        ``scores`` = scale · (A(q, k) + Diag(q · k)), [chunks, HV, 64, 64]; with a bonus u the diagonal has q · u k,
            and γ of what reads, here and in Qγ, is that of the token before
-  T        ``inverse`` = (I + β A(k, k))⁻¹, float32: unlike that of decays of heads it has the decays inside
+  T        ``inverse`` = (I + β A(k, k))⁻¹, float32: unlike that of decays of heads it has the decays inside; at first
+           β A(k, k), ``products``, is in its place
   Qγ, Kγ   ``from_query`` = scale · Q 2^γ and ``from_key`` = K 2^γ, [chunks, HV, 64, K]: what reads the state before
   Kε       ``to_end`` = K 2^(γ_C - γ), of the same shape: what writes into the state behind
   S        the state before a chunk, [K, V]; ``states`` are those of all chunks, [chunks, HV, K, V]
   R, U     R = β (V - Kγ S) and U = T R, ``updates`` [rows, HV, V]; without a delta rule U = V
   O        Qγ S + P U, and behind the chunk S is Diag(2^γ_C) S + Kεᵀ U
 
-2^(γ_i - γ_j) of a pair is no product of factors that are finite for each token. But a pair is in the two halves of one
-block of 2, 4, ... or 64 tokens, and of those it is 2^(γ_i - a) 2^(a - γ_j) with a the sum up to the end of the earlier
-half: no exponent is positive, and none depends on a later token. So A is a sum of six products, masked to such pairs.
+2^(γ_i - γ_j) of a pair is no product of factors that are finite for each token. But 2^(γ_i - a) and 2^(a - γ_j) are
+
+  in blocks    of 64, 32 or 16 tokens, the widest in which no channel decays to less than 2^-RANGE, if there are such:
+               with a = ⌊γ before the block⌋ - RANGE / 2, both are within 2^±(RANGE / 2 + 1) for all its tokens
+  in halves    of wider blocks, down to those of 2 tokens if there are none: with a = ⌊γ at the end of the earlier half⌋
+               no exponent is above 1
+
+So A is one product by pairs in blocks, and up to six by pairs of halves. Later tokens decide how a chunk is divided,
+but no bit of earlier ones depends on it: a is a whole number that no later token has a part in, and γ of pairs is on a
+grid so coarse that γ - a is exact. Then factors of two divisions differ by powers of two, exp2 having the same digits
+for arguments that differ by a whole number, and all products of a query and a key, added up in one order, are the same.
 
 Operands and sums are as in ``forward_kernels``; grids have one axis, of (chunk or sequence, head, block of K or V).
 """

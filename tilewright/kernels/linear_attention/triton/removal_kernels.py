@@ -8,7 +8,7 @@ since a reads a state before it decays.
   Aγ       ``from_read`` = a 2^γ⁻, and Bε, ``write_to_end`` = b 2^(γ_C - γ), both [chunks, HV, 64, K]
   P(q, k)  scale · (A(q, k) + Diag(q · k)), ``key_pairs`` [chunks, HV, 64, 64]; P(q, b) are ``write_pairs``
   A⁻(a, k) ``read_pairs`` of the same shape
-  T        ``inverse`` = (I - A⁻(a, b))⁻¹, float32
+  T        ``inverse`` = (I - A⁻(a, b))⁻¹, float32; before that -A⁻(a, b), ``products``, is in its place
   Y        T (Aγ S + A⁻(a, k) V), ``updates`` [rows, HV, V]: what a reads of the states before each token
   O        Qγ S + P(q, k) V + P(q, b) Y, and behind the chunk S is Diag(2^γ_C) S + Kεᵀ V + Bεᵀ Y
 """
