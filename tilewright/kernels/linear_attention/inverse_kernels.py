@@ -117,11 +117,12 @@ def inverses_on_diagonal(negative, NARROW: tl.constexpr):
     """The inverses [4, 16, 16] of I - negative for blocks on the diagonal of a strictly lower matrix; transposed."""
     lower = on_diagonal(negative, BLOCKS)
     i, j = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
-    inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, lower, 0.0))
+    # The highest bit in which row and column differ tells the size of the blocks that a merge joins there.
+    apart = i ^ j
+    inverse = tl.where(apart == 0, 1.0, tl.where(apart == 1, lower, 0.0))
     transposed = turned(inverse)
-    for level in tl.static_range(1, 4):
-        pairs = (i // (2 << level) == j // (2 << level)) & (i // (1 << level) != j // (1 << level))
-        left = product(transposed, tl.where(pairs, lower, 0.0), None, NARROW)
+    for level in tl.range(1, 4):
+        left = product(transposed, tl.where(apart >> level == 1, lower, 0.0), None, NARROW)
         merged = product(inverse, left, inverse, NARROW)
         transposed = product(left, inverse, transposed, NARROW)
         inverse = merged
@@ -137,7 +138,8 @@ def inverse_blocks(negative, NARROW: tl.constexpr):
       NARROW: operands of matmuls are float16, where elements of the inverse are small.
     """
     inverse, transposed = inverses_on_diagonal(negative, NARROW)
-    (x00, x11), (y00, y11) = halves(inverse), halves(transposed)
+    x00, x11 = halves(inverse)
+    y00, y11 = halves(transposed)
     left = product_of_parts(y00, below_diagonal(negative, 2), None, NARROW)
     x10, y10 = product(x11, left, None, NARROW), product(left, x11, None, NARROW)
     zero = tl.zeros((2, BLOCK, BLOCK), tl.float32)
@@ -149,14 +151,25 @@ def inverse_blocks(negative, NARROW: tl.constexpr):
 
 
 @triton.jit
-def store_blocks(target, diagonal, below):
-    """Stores a lower matrix [64, 64], given as `inverse_blocks` gives it."""
+def places():
+    """Places of the elements of a block [1, 32, 32] in a matrix [64, 64]."""
+    i = tl.arange(0, SIZE // 2)
+    return i[None, :, None] * SIZE + i[None, None, :]
+
+
+@triton.jit
+def store_diagonal(target, diagonal):
+    """Stores the blocks [2, 32, 32] on the diagonal of a lower matrix [64, 64], and zeros above them."""
     HALF: tl.constexpr = SIZE // 2
     dtype: tl.constexpr = target.dtype.element_ty
-    place = target + tl.arange(0, HALF)[None, :, None] * SIZE + tl.arange(0, HALF)[None, None, :]
-    tl.store(place + tl.arange(0, 2)[:, None, None] * (HALF * SIZE + HALF), diagonal.to(dtype))
-    tl.store(place + HALF, tl.zeros((1, HALF, HALF), dtype))
-    tl.store(place + HALF * SIZE, below.to(dtype))
+    tl.store(target + places() + tl.arange(0, 2)[:, None, None] * (HALF * SIZE + HALF), diagonal.to(dtype))
+    tl.store(target + places() + HALF, tl.zeros((1, HALF, HALF), dtype))
+
+
+@triton.jit
+def store_lower_left(target, block):
+    """Stores the block [1, 32, 32] below them."""
+    tl.store(target + places() + SIZE // 2 * SIZE, block.to(target.dtype.element_ty))
 
 
 @triton.jit
@@ -177,7 +190,7 @@ def chunk_inverse(
         inside = i < tokens
         products = tl.zeros((SIZE, SIZE), tl.float32)
         rows = key + (first * H + head) * K + (i * (H * K))[:, None] + k[None, :]
-        for step in tl.static_range(0, K, BLOCK_K):
+        for step in tl.range(0, K, BLOCK_K):
             # Rows of padding may hold NaN, so they are masked rather than multiplied by 0.
             mask = inside[:, None] & (step + k < K)[None, :]
             block = tl.load(rows + step, mask=mask, other=0.0)
@@ -189,4 +202,5 @@ def chunk_inverse(
             strength = tl.load(beta + first * HV + value_head + i * HV, mask=inside, other=0.0).to(tl.float32)
             target = out + (chunk.to(tl.int64) * HV + value_head) * (SIZE * SIZE)
             diagonal, lower_left = inverse_blocks(strength[:, None] * negative, out.dtype.element_ty == tl.float16)
-            store_blocks(target, diagonal, lower_left)
+            store_diagonal(target, diagonal)
+            store_lower_left(target, lower_left)
