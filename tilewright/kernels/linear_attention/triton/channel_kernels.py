@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.linear_attention.gate_kernels import sums_of_decays
-from tilewright.kernels.linear_attention.inverse_kernels import invert_tiles
 from tilewright.kernels.linear_attention.triton.forward_kernels import solved
 
 SIZE = tl.constexpr(64)
@@ -76,11 +75,14 @@ def sums_before(gamma, i, k, k_inside, K: tl.constexpr):
 
 @triton.jit
 def channel_scores(
-    query, key, beta, bonus, gamma, chunks, from_query, from_key, to_end, scores, inverse,
+    query, key, beta, bonus, gamma, chunks, from_query, from_key, to_end, scores, negative,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, DELTA: tl.constexpr,
     BONUS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Computes what tokens of a chunk are to each other and to the states; nothing of a chunk without a token."""
+    """Computes what tokens of a chunk are to each other and to the states; nothing of a chunk without a token.
+
+    For a delta rule ``negative`` is -β A(k, k), of which ``invert_in_place`` makes T.
+    """
     chunk, head = tl.program_id(0) // HV, tl.program_id(0) % HV
     first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
     if tokens > 0:
@@ -127,8 +129,7 @@ def channel_scores(
         tl.store(scores + of_pair, by_query.to(operand))
         if DELTA:
             strength = tl.load(beta + first * HV + head + i * HV, inside, other=0.0).to(tl.float32)
-            # Not in float16: elements of strong decays are small, and nothing that they stand for is dropped.
-            tl.store(inverse + of_pair, invert_tiles(strength[:, None] * by_key, tl.float32, INVERSE))
+            tl.store(negative + of_pair, -strength[:, None] * by_key)
 
 
 @triton.jit

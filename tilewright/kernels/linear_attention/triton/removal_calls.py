@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from tilewright.kernels.linear_attention.chunks import CHUNK, chunk_table
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
+from tilewright.kernels.linear_attention.inverse import inverted
 from tilewright.kernels.linear_attention.triton.calls import (
     absent,
     block_k,
@@ -54,7 +55,7 @@ def chunked(inputs: LinearAttentionInputs) -> RemovalChunks:
     width = min(power_of_two(key_dim, MIN_DOT), SCORE_CHANNELS)
     gamma = channel_sums(inputs, table, width)
     tokens, pairs = (table.num_chunks, heads, CHUNK, key_dim), (table.num_chunks, heads, CHUNK, CHUNK)
-    found = launch(
+    *found, negative = launch(
         kernels.removal_scores,
         [query, key, inputs.removal_read, inputs.removal_write, gamma, table.chunks],
         [struct(tokens, operand)] * 4 + [struct(pairs, operand)] * 3 + [struct(pairs, jnp.float32)],
@@ -71,7 +72,7 @@ def chunked(inputs: LinearAttentionInputs) -> RemovalChunks:
         num_warps=SCORE_WARPS,
         num_stages=1,
     )
-    return RemovalChunks(inputs, table, query, key, gamma, *found)
+    return RemovalChunks(inputs, table, query, key, gamma, *found, inverted(negative, table))
 
 
 def state_pass(chunks: RemovalChunks, tile: TritonPass, *, final: bool) -> tuple[jax.Array, jax.Array, jax.Array]:

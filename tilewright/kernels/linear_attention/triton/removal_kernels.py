@@ -16,7 +16,6 @@ since a reads a state before it decays.
 import triton
 import triton.language as tl
 
-from tilewright.kernels.linear_attention.inverse_kernels import invert_tiles
 from tilewright.kernels.linear_attention.triton.channel_kernels import anchored, is_parted, sums_before
 from tilewright.kernels.linear_attention.triton.forward_kernels import solved
 
@@ -27,11 +26,14 @@ LEVELS = tl.constexpr(6)
 @triton.jit
 def removal_scores(
     query, key, read, write, gamma, chunks, from_query, from_read, to_end, write_to_end, key_pairs, write_pairs,
-    read_pairs, inverse,
+    read_pairs, negative,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SCALE: tl.constexpr,
     PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Computes what tokens of a chunk are to each other and to the states; nothing of a chunk without a token."""
+    """Computes what tokens of a chunk are to each other and to the states; nothing of a chunk without a token.
+
+    ``negative`` is A⁻(a, b), of which ``invert_in_place`` makes T.
+    """
     chunk, head = tl.program_id(0) // HV, tl.program_id(0) % HV
     first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
     if tokens > 0:
@@ -88,7 +90,7 @@ def removal_scores(
         tl.store(key_pairs + of_pair, by_key.to(operand))
         tl.store(write_pairs + of_pair, by_write.to(operand))
         tl.store(read_pairs + of_pair, read_key.to(operand))
-        tl.store(inverse + of_pair, invert_tiles(-read_write, tl.float32, INVERSE))
+        tl.store(negative + of_pair, read_write)
 
 
 @triton.jit
