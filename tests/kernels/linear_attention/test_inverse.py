@@ -11,7 +11,7 @@ from tilewright.kernels.linear_attention.chunks import ChunkTable, chunk_table
 
 pytest.importorskip("triton")
 
-from tilewright.kernels.linear_attention.inverse import chunk_inverse
+from tilewright.kernels.linear_attention.inverse import chunk_inverse, inverted
 from tilewright.kernels.triton.interpreter import interpret_triton
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -131,3 +131,16 @@ def test_rows_with_lengths():
     with interpret_triton():
         got = np.asarray(jax.jit(lambda *args: chunk_inverse(*args, dtype="float16"))(key, beta, table), np.float64)
     np.testing.assert_allclose(got, inverses(key, beta, table), atol=4e-3)
+
+
+def test_matrices_of_chunks_with_tokens_are_inverted_in_place():
+    """Elements of any size, as keys that are not normed have; a chunk without a token keeps what it has."""
+    rng = np.random.default_rng(7)
+    table = chunk_table(3, 64, seq_lengths=jnp.asarray([64, 0, 3], jnp.int32))
+    matrices = np.tril(rng.normal(size=(3, 2, 64, 64)) * rng.uniform(0.1, 0.6, size=(3, 2, 64, 1)), -1)
+    with interpret_triton():
+        got = np.asarray(jax.jit(inverted)(jnp.asarray(matrices, jnp.float32), table), np.float64)
+    want = np.linalg.inv(np.eye(64) - np.asarray(matrices, np.float32).astype(np.float64))
+    for chunk in (0, 2):
+        np.testing.assert_allclose(got[chunk], want[chunk], atol=2e-6 * np.abs(want[chunk]).max())
+    np.testing.assert_array_equal(got[1], np.asarray(matrices[1], np.float32))

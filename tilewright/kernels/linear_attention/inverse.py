@@ -39,3 +39,19 @@ def chunk_inverse(key: jax.Array, beta: jax.Array, table: ChunkTable, *, dtype: 
         num_warps=1,
     )
     return out
+
+
+def inverted(negative: jax.Array, table: ChunkTable) -> jax.Array:
+    """``(I - N)⁻¹`` of strictly lower matrices N, ``[chunks, HV, 64, 64]`` float32, of chunks that have a token."""
+    from tilewright.kernels.linear_attention import inverse_kernels as kernels
+
+    (out,) = launch(
+        kernels.invert_in_place,
+        [table.chunks, negative],
+        [jax.ShapeDtypeStruct(negative.shape, negative.dtype)],
+        grid=[table.num_chunks * negative.shape[1]],
+        constants={"HV": negative.shape[1]},
+        num_warps=1,
+        in_place={0: 1},
+    )
+    return out

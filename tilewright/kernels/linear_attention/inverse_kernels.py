@@ -113,15 +113,15 @@ def above(a, b):
 
 
 @triton.jit
-def inverses_on_diagonal(negative, NARROW: tl.constexpr):
-    """The inverses [4, 16, 16] of I - negative for blocks on the diagonal of a strictly lower matrix; transposed."""
-    lower = on_diagonal(negative, BLOCKS)
+def inverses_on_diagonal(lower, NARROW: tl.constexpr):
+    """The inverses [4, 16, 16] of I - lower, each strictly lower, and their transposes."""
     i, j = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
-    inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, lower, 0.0))
+    # The highest bit in which row and column differ tells the size of the blocks that a merge joins there.
+    apart = i ^ j
+    inverse = tl.where(apart == 0, 1.0, tl.where(apart == 1, lower, 0.0))
     transposed = turned(inverse)
-    for level in tl.static_range(1, 4):
-        pairs = (i // (2 << level) == j // (2 << level)) & (i // (1 << level) != j // (1 << level))
-        left = product(transposed, tl.where(pairs, lower, 0.0), None, NARROW)
+    for level in tl.range(1, 4):
+        left = product(transposed, tl.where(apart >> level == 1, lower, 0.0), None, NARROW)
         merged = product(inverse, left, inverse, NARROW)
         transposed = product(left, inverse, transposed, NARROW)
         inverse = merged
@@ -129,34 +129,56 @@ def inverses_on_diagonal(negative, NARROW: tl.constexpr):
 
 
 @triton.jit
-def inverse_blocks(negative, NARROW: tl.constexpr):
-    """The inverse of I - negative, a strictly lower matrix [64, 64]: blocks [2, 32, 32] on its diagonal, one below.
+def inverse_of_blocks(diagonal, pairs, below, NARROW: tl.constexpr):
+    """The inverse of I - a strictly lower matrix [64, 64]: blocks [2, 32, 32] on its diagonal, and the one below them.
 
     Args:
-      negative: float32.
+      diagonal: its blocks [4, 16, 16] on the diagonal, in float32.
+      pairs: the blocks [2, 16, 16] below the first and the third of these.
+      below: the lower left quarter, [1, 32, 32].
       NARROW: operands of matmuls are float16, where elements of the inverse are small.
     """
-    inverse, transposed = inverses_on_diagonal(negative, NARROW)
-    (x00, x11), (y00, y11) = halves(inverse), halves(transposed)
-    left = product_of_parts(y00, below_diagonal(negative, 2), None, NARROW)
+    inverse, transposed = inverses_on_diagonal(diagonal, NARROW)
+    x00, x11 = halves(inverse)
+    y00, y11 = halves(transposed)
+    left = product_of_parts(y00, pairs, None, NARROW)
     x10, y10 = product(x11, left, None, NARROW), product(left, x11, None, NARROW)
     zero = tl.zeros((2, BLOCK, BLOCK), tl.float32)
     inverse = above(beside(x00, zero), beside(x10, x11))
     transposed = above(beside(y00, y10), beside(zero, y11))
     x11, y00 = halves(inverse)[1], halves(transposed)[0]
-    left = product_of_parts(y00, below_diagonal(negative, 1), None, NARROW)
+    left = product_of_parts(y00, below, None, NARROW)
     return inverse, product(x11, left, None, NARROW)
 
 
 @triton.jit
-def store_blocks(target, diagonal, below):
-    """Stores a lower matrix [64, 64], given as `inverse_blocks` gives it."""
+def inverse_blocks(negative, NARROW: tl.constexpr):
+    """The same of a matrix that is a sum of MMAs."""
+    diagonal, pairs = on_diagonal(negative, BLOCKS), below_diagonal(negative, 2)
+    return inverse_of_blocks(diagonal, pairs, below_diagonal(negative, 1), NARROW)
+
+
+@triton.jit
+def places(COUNT: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr):
+    """Places of the elements of COUNT blocks [N, N] in a matrix [64, 64], STEP rows and columns apart."""
+    b, i = tl.arange(0, COUNT), tl.arange(0, N)
+    return b[:, None, None] * (STEP * SIZE + STEP) + i[None, :, None] * SIZE + i[None, None, :]
+
+
+@triton.jit
+def store_diagonal(target, diagonal):
+    """Stores the blocks [2, 32, 32] on the diagonal of a lower matrix [64, 64], and zeros above them."""
     HALF: tl.constexpr = SIZE // 2
     dtype: tl.constexpr = target.dtype.element_ty
-    place = target + tl.arange(0, HALF)[None, :, None] * SIZE + tl.arange(0, HALF)[None, None, :]
-    tl.store(place + tl.arange(0, 2)[:, None, None] * (HALF * SIZE + HALF), diagonal.to(dtype))
-    tl.store(place + HALF, tl.zeros((1, HALF, HALF), dtype))
-    tl.store(place + HALF * SIZE, below.to(dtype))
+    tl.store(target + places(2, HALF, HALF), diagonal.to(dtype))
+    tl.store(target + places(1, HALF, HALF) + HALF, tl.zeros((1, HALF, HALF), dtype))
+
+
+@triton.jit
+def store_lower_left(target, block):
+    """Stores the block [1, 32, 32] below them."""
+    HALF: tl.constexpr = SIZE // 2
+    tl.store(target + places(1, HALF, HALF) + HALF * SIZE, block.to(target.dtype.element_ty))
 
 
 @triton.jit
@@ -177,7 +199,7 @@ def chunk_inverse(
         inside = i < tokens
         products = tl.zeros((SIZE, SIZE), tl.float32)
         rows = key + (first * H + head) * K + (i * (H * K))[:, None] + k[None, :]
-        for step in tl.static_range(0, K, BLOCK_K):
+        for step in tl.range(0, K, BLOCK_K):
             # Rows of padding may hold NaN, so they are masked rather than multiplied by 0.
             mask = inside[:, None] & (step + k < K)[None, :]
             block = tl.load(rows + step, mask=mask, other=0.0)
@@ -189,4 +211,23 @@ def chunk_inverse(
             strength = tl.load(beta + first * HV + value_head + i * HV, mask=inside, other=0.0).to(tl.float32)
             target = out + (chunk.to(tl.int64) * HV + value_head) * (SIZE * SIZE)
             diagonal, lower_left = inverse_blocks(strength[:, None] * negative, out.dtype.element_ty == tl.float16)
-            store_blocks(target, diagonal, lower_left)
+            store_diagonal(target, diagonal)
+            store_lower_left(target, lower_left)
+
+
+@triton.jit
+def invert_in_place(chunks, matrices, HV: tl.constexpr):
+    """Writes the inverse of I - N over N, which is strictly lower, for a value head of a chunk that has a token.
+
+    chunks      as in ``ChunkTable``
+    matrices    [chunks, HV, 64, 64], float32
+    """
+    HALF: tl.constexpr = SIZE // 2
+    if tl.load(chunks + 3 * (tl.program_id(0) // HV) + 2) > 0:
+        target = matrices + tl.program_id(0).to(tl.int64) * (SIZE * SIZE)
+        diagonal = tl.load(target + places(BLOCKS, BLOCK, BLOCK))
+        pairs = tl.load(target + BLOCK * SIZE + places(2, BLOCK, HALF))
+        below = tl.load(target + HALF * SIZE + places(1, HALF, HALF))
+        diagonal, below = inverse_of_blocks(diagonal, pairs, below, False)
+        store_diagonal(target, diagonal)
+        store_lower_left(target, below)

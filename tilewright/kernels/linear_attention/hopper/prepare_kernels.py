@@ -15,29 +15,39 @@ from tilewright.kernels.linear_attention.inverse_kernels import (
     SIZE,
     high_part,
     inverse_blocks,
-    store_blocks,
+    store_diagonal,
+    store_lower_left,
 )
 
 
 @triton.jit
-def sums_of_squares(rows):
-    """Sums of the squares of each row, in float32."""
-    rows = rows.to(tl.float32)
-    return tl.sum(rows * rows, 1)
+def norm_factors(rows, mask, K: tl.constexpr, EPS: tl.constexpr):
+    """r of tokens, whose rows begin at pointers to 64 channels each."""
+    total = tl.zeros((SIZE,), tl.float32)
+    for step in tl.range(0, K, SIZE):
+        x = tl.load(rows + step, mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(x * x, 1)
+    return tl.rsqrt(total + EPS)
 
 
 @triton.jit
-def with_decays(diagonal, lower_left, gamma, strength):
-    """T from T0 in the form of `inverse_blocks`."""
+def store_solve(target, diagonal, lower_left, gamma, strength):
+    """Stores T in two parts, from T0 in the form of `inverse_blocks`."""
     HALF: tl.constexpr = SIZE // 2
     gamma, strength = tl.reshape(gamma, (2, HALF)), tl.reshape(strength, (2, HALF))
     i = tl.arange(0, HALF)
     below = i[None, :, None] > i[None, None, :]
     decays = tl.exp2(tl.where(below, gamma[:, :, None] - gamma[:, None, :], 0.0))
-    diagonal = tl.where(below, diagonal * decays * strength[:, None, :], 0.0)
+    exact = tl.where(below, diagonal * decays * strength[:, None, :], 0.0)
+    high = high_part(exact)
+    store_diagonal(target, high)
+    store_diagonal(target + SIZE * SIZE, exact - high)
     of_columns, of_rows = tl.split(tl.trans(gamma))
-    decays = tl.exp2(of_rows[None, :, None] - of_columns[None, None, :])
-    return diagonal, lower_left * decays * tl.split(tl.trans(strength))[0][None, None, :]
+    exact = lower_left * tl.exp2(of_rows[None, :, None] - of_columns[None, None, :])
+    exact *= tl.split(tl.trans(strength))[0][None, None, :]
+    high = high_part(exact)
+    store_lower_left(target, high)
+    store_lower_left(target + SIZE * SIZE, exact - high)
 
 
 @triton.jit
@@ -59,28 +69,23 @@ def prepare_chunk(
         i, k = tl.arange(0, SIZE), tl.arange(0, SIZE)
         inside = i < tokens
         rows = (first * H + head) * K + (i * (H * K))[:, None] + k[None, :]
-        products = tl.zeros((SIZE, SIZE), tl.float32)
-        of_key = tl.zeros((SIZE,), tl.float32)
-        of_query = tl.zeros((SIZE,), tl.float32)
-        for step in tl.static_range(0, K, SIZE):
-            # Rows behind the last token may hold NaN.
-            mask = inside[:, None] & (k >= 0)[None, :]
-            keys = tl.load(key + rows + step, mask=mask, other=0.0)
-            if DELTA:
-                products = tl.dot(keys, tl.trans(keys), products)
-            elif NORM:
-                of_key += sums_of_squares(keys)
-            if NORM:
-                of_query += sums_of_squares(tl.load(query + rows + step, mask=mask, other=0.0))
+        # Rows behind the last token may hold NaN.
+        mask = inside[:, None] & (k >= 0)[None, :]
+        of_key = tl.full((SIZE,), 1.0, tl.float32)
+        of_query = tl.full((SIZE,), 1.0, tl.float32)
         if NORM:
-            if DELTA:
-                of_key = tl.sum(tl.where(i[:, None] == i[None, :], products, -0.0), 1)
-            of_key, of_query = tl.rsqrt(of_key + EPS), tl.rsqrt(of_query + EPS)
-        else:
-            of_key, of_query = of_key + 1.0, of_query + 1.0
+            of_query = norm_factors(query + rows, mask, K, EPS)
+        if NORM and not DELTA:
+            of_key = norm_factors(key + rows, mask, K, EPS)
+        if DELTA:
+            products = tl.zeros((SIZE, SIZE), tl.float32)
+            for step in tl.range(0, K, SIZE):
+                keys = tl.load(key + rows + step, mask=mask, other=0.0)
+                products = tl.dot(keys, tl.trans(keys), products)
+            if NORM:
+                of_key = tl.rsqrt(tl.sum(tl.where(i[:, None] == i[None, :], products, -0.0), 1) + EPS)
+            negative = tl.where(i[:, None] > i[None, :], products * -of_key[:, None] * of_key[None, :], 0.0)
         of_query *= SCALE
-        below = i[:, None] > i[None, :]
-        negative = tl.where(below, products * -of_key[:, None] * of_key[None, :], 0.0)
         group: tl.constexpr = HV // H
         for member in tl.range(group):
             value_head = head * group + member
@@ -103,11 +108,8 @@ def prepare_chunk(
                 strength = tl.load(beta + first * HV + value_head + i * HV, mask=inside, other=0.0).to(tl.float32)
                 tl.store(row + SIZE, strength)
                 diagonal, lower_left = inverse_blocks(strength[:, None] * negative, NORM)
-                diagonal, lower_left = with_decays(diagonal, lower_left, gamma, strength)
                 target = solve + place * (2 * SIZE * SIZE)
-                high, high_left = high_part(diagonal), high_part(lower_left)
-                store_blocks(target, high, high_left)
-                store_blocks(target + SIZE * SIZE, diagonal - high, lower_left - high_left)
+                store_solve(target, diagonal, lower_left, gamma, strength)
 
 
 @triton.jit

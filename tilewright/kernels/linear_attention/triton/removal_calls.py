@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from tilewright.kernels.linear_attention.chunks import CHUNK, chunk_table
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
+from tilewright.kernels.linear_attention.inverse import inverted
 from tilewright.kernels.linear_attention.triton.calls import (
     absent,
     block_k,
