@@ -55,7 +55,7 @@ TILES: dict[str, list[Tile]] = {
     "channel_gates": tiles("32,0,4,2 64,0,4,2 128,0,4,2 32,0,2,2"),
     "channel_scores": tiles("32,0,8,1 32,0,8,2 32,0,4,1 16,0,8,1 64,0,8,1"),
     "channel_scores_of_halves": tiles("32,0,8,1 32,0,8,2 32,0,4,1 64,0,8,1"),
-    "invert_products": tiles("0,0,1,2 0,0,2,2 0,0,4,2"),
+    "invert_in_place": tiles("0,0,1,2 0,0,2,2"),
     "channel_states": tiles("0,32,4,2 0,32,4,3 0,64,4,2 0,64,8,2 0,16,4,2"),
     "channel_outputs": tiles("64,64,4,2 64,64,4,1 64,128,8,2 128,128,8,1"),
     "channel_state_gradients": tiles("0,32,4,2 0,64,8,2 0,16,4,2"),

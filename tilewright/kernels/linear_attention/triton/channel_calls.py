@@ -118,22 +118,6 @@ def block_constants(inputs: LinearAttentionInputs) -> dict[str, Any]:
     return {"CHANNELS": width, "WIDTH": min(width, STREAM_CHANNELS), "RANGE": block_range(inputs)}
 
 
-def inverted(products: jax.Array, table: ChunkTable) -> jax.Array:
-    """The inverses of I plus the products, [chunks, HV, 64, 64] in float32, in their place."""
-    from tilewright.kernels.linear_attention.triton import channel_kernels as kernels
-
-    (inverse,) = launch(
-        kernels.invert_products,
-        [table.chunks, products],
-        [struct(products.shape, products.dtype)],
-        grid=[table.num_chunks * products.shape[1]],
-        constants={"HV": products.shape[1]},
-        num_warps=1,
-        in_place={0: 1},
-    )
-    return inverse
-
-
 def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
     """The table of chunks and what tokens of a chunk have in common, by kernels that are parallel over chunks."""
     from tilewright.kernels.linear_attention.triton import channel_kernels as kernels
@@ -146,7 +130,7 @@ def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
     gamma = channel_sums(inputs, table, width)
     constants = score_constants(inputs, width)
     options = {"DELTA": delta, "BONUS": inputs.bonus is not None}
-    from_query, from_key, to_end, scores, products, levels = launch(
+    from_query, from_key, to_end, scores, negative, levels = launch(
         kernels.channel_scores,
         [query, key, absent(inputs.beta), absent(inputs.bonus), gamma, table.chunks],
         [
@@ -162,17 +146,18 @@ def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
         num_warps=SCORE_WARPS,
         num_stages=1,
     )
-    scores, products = launch(
+    scores, negative = launch(
         kernels.channel_scores_of_halves,
-        [query, key, absent(inputs.beta), gamma, table.chunks, levels, scores, products],
-        [struct(scores.shape, scores.dtype), struct(products.shape, products.dtype)],
+        [query, key, absent(inputs.beta), gamma, table.chunks, levels, scores, negative],
+        [struct(scores.shape, scores.dtype), struct(negative.shape, negative.dtype)],
         grid=[table.num_chunks * heads],
         constants=constants | options,
         num_warps=4,
         num_stages=1,
         in_place={0: 6, 1: 7},
     )
-    inverse = inverted(products, table) if delta else products
+    # Not in float16: elements of strong decays are small, and nothing that they stand for is dropped.
+    inverse = inverted(negative, table) if delta else negative
     return ChannelChunks(inputs, table, query, key, gamma, from_query, from_key, to_end, scores, inverse)
 
 

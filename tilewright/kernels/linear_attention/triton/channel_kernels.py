@@ -7,7 +7,7 @@
   P        ``scores`` = scale · (A(q, k) + Diag(q · k)), [chunks, HV, 64, 64]; with a bonus u the diagonal has q · u k,
            and γ of what reads, here and in Qγ, is that of the token before
   T        ``inverse`` = (I + β A(k, k))⁻¹, float32: unlike that of decays of heads it has the decays inside; at first
-           β A(k, k), ``products``, is in its place
+           -β A(k, k), ``negative``, is in its place
   Qγ, Kγ   ``from_query`` = scale · Q 2^γ and ``from_key`` = K 2^γ, [chunks, HV, 64, K]: what reads the state before
   Kε       ``to_end`` = K 2^(γ_C - γ), of the same shape: what writes into the state behind
   S        the state before a chunk, [K, V]; ``states`` are those of all chunks, [chunks, HV, K, V]
@@ -33,7 +33,6 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.linear_attention.gate_kernels import sums_of_decays
-from tilewright.kernels.linear_attention.inverse_kernels import inverse_blocks, store_blocks
 from tilewright.kernels.linear_attention.triton.forward_kernels import solved
 
 SIZE = tl.constexpr(64)
@@ -123,7 +122,7 @@ def sums_before(gamma, i, k, k_inside, K: tl.constexpr):
 
 @triton.jit
 def channel_scores(
-    query, key, beta, bonus, gamma, chunks, from_query, from_key, to_end, scores, products, levels,
+    query, key, beta, bonus, gamma, chunks, from_query, from_key, to_end, scores, negative, levels,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr, DELTA: tl.constexpr, BONUS: tl.constexpr, SCALE: tl.constexpr, GRID: tl.constexpr,
     RANGE: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
@@ -191,18 +190,18 @@ def channel_scores(
         tl.store(scores + of_pair, (SCALE * by_query).to(operand))
         if DELTA:
             strength = tl.load(beta + first * HV + head + i * HV, inside, other=0.0).to(tl.float32)
-            tl.store(products + of_pair, tl.where(together, strength[:, None] * by_key, 0.0))
+            tl.store(negative + of_pair, tl.where(together, -strength[:, None] * by_key, 0.0))
     else:
         tl.store(levels + place, LEVELS)
 
 
 @triton.jit
 def channel_scores_of_halves(
-    query, key, beta, gamma, chunks, levels, scores, products,
+    query, key, beta, gamma, chunks, levels, scores, negative,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, DELTA: tl.constexpr,
     BONUS: tl.constexpr, SCALE: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Computes what tokens of a chunk are to those of other blocks, in ``scores`` and ``products``."""
+    """Computes what tokens of a chunk are to those of other blocks, in ``scores`` and ``negative``."""
     chunk, head = tl.program_id(0) // HV, tl.program_id(0) % HV
     place = chunk.to(tl.int64) * HV + head
     first_level = tl.load(levels + place)
@@ -238,22 +237,7 @@ def channel_scores_of_halves(
             tl.store(scores + of_pair, (SCALE * by_query).to(operand), parted)
             if DELTA:
                 strength = tl.load(beta + first * HV + head + i * HV, inside, other=0.0).to(tl.float32)
-                tl.store(products + of_pair, strength[:, None] * by_key, parted)
-
-
-@triton.jit
-def invert_products(chunks, inverse, HV: tl.constexpr):
-    """Replaces the products of a chunk, which are strictly below the diagonal, by the inverse of I plus them."""
-    if tl.load(chunks + 3 * (tl.program_id(0) // HV) + 2) > 0:
-        i = tl.arange(0, SIZE)
-        target = inverse + tl.program_id(0).to(tl.int64) * (SIZE * SIZE)
-        products = tl.load(target + i[:, None] * SIZE + i[None, :])
-        none = tl.zeros((SIZE, 16), tl.bfloat16)
-        # In the layout of an accumulator, as inverse_blocks wants it.
-        products = tl.dot(none, tl.trans(none), products)
-        # Not in float16: elements of strong decays are small, and nothing that they stand for is dropped.
-        diagonal, below = inverse_blocks(-products, False)
-        store_blocks(target, diagonal, below)
+                tl.store(negative + of_pair, -strength[:, None] * by_key, parted)
 
 
 @triton.jit

@@ -22,7 +22,6 @@ from tilewright.kernels.linear_attention.triton.channel_calls import (
     block_constants,
     block_range,
     channel_sums,
-    inverted,
     score_constants,
     struct,
 )
@@ -64,7 +63,7 @@ def chunked(inputs: LinearAttentionInputs) -> RemovalChunks:
     gamma = channel_sums(inputs, table, width)
     tokens, pairs = (table.num_chunks, heads, CHUNK, key_dim), (table.num_chunks, heads, CHUNK, CHUNK)
     constants = score_constants(inputs, width)
-    *of_tokens, key_pairs, write_pairs, read_pairs, products, levels = launch(
+    from_query, from_read, to_end, write_to_end, *of_pairs, levels = launch(
         kernels.removal_scores,
         [query, key, inputs.removal_read, inputs.removal_write, gamma, table.chunks],
         [
@@ -78,8 +77,7 @@ def chunked(inputs: LinearAttentionInputs) -> RemovalChunks:
         num_warps=SCORE_WARPS,
         num_stages=1,
     )
-    of_pairs = [key_pairs, write_pairs, read_pairs, products]
-    *of_pairs, products = launch(
+    key_pairs, write_pairs, read_pairs, negative = launch(
         kernels.removal_scores_of_halves,
         [query, key, inputs.removal_read, inputs.removal_write, gamma, table.chunks, levels, *of_pairs],
         [struct(each.shape, each.dtype) for each in of_pairs],
@@ -89,8 +87,10 @@ def chunked(inputs: LinearAttentionInputs) -> RemovalChunks:
         num_stages=1,
         in_place={0: 7, 1: 8, 2: 9, 3: 10},
     )
-    inverse = inverted(products, table)
-    return RemovalChunks(inputs, table, query, key, gamma, *of_tokens, *of_pairs, inverse)
+    return RemovalChunks(
+        inputs, table, query, key, gamma, from_query, from_read, to_end, write_to_end, key_pairs, write_pairs,
+        read_pairs, inverted(negative, table),
+    )  # fmt: skip
 
 
 def state_pass(chunks: RemovalChunks, tile: TritonPass, *, final: bool) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -8,7 +8,7 @@ since a reads a state before it decays.
   Aγ       ``from_read`` = a 2^γ⁻, and Bε, ``write_to_end`` = b 2^(γ_C - γ), both [chunks, HV, 64, K]
   P(q, k)  scale · (A(q, k) + Diag(q · k)), ``key_pairs`` [chunks, HV, 64, 64]; P(q, b) are ``write_pairs``
   A⁻(a, k) ``read_pairs`` of the same shape
-  T        ``inverse`` = (I - A⁻(a, b))⁻¹, float32; before that -A⁻(a, b), ``products``, is in its place
+  T        ``inverse`` = (I - A⁻(a, b))⁻¹, float32; before that A⁻(a, b), ``negative``, is in its place
   Y        T (Aγ S + A⁻(a, k) V), ``updates`` [rows, HV, V]: what a reads of the states before each token
   O        Qγ S + P(q, k) V + P(q, b) Y, and behind the chunk S is Diag(2^γ_C) S + Kεᵀ V + Bεᵀ Y
 """
@@ -33,7 +33,7 @@ LEVELS = tl.constexpr(6)
 @triton.jit
 def removal_scores(
     query, key, read, write, gamma, chunks, from_query, from_read, to_end, write_to_end, key_pairs, write_pairs,
-    read_pairs, products, levels,
+    read_pairs, negative, levels,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr, SCALE: tl.constexpr, GRID: tl.constexpr, RANGE: tl.constexpr, PRECISION: tl.constexpr,
     INVERSE: tl.constexpr,
@@ -110,14 +110,14 @@ def removal_scores(
         tl.store(key_pairs + of_pair, (SCALE * by_key).to(operand))
         tl.store(write_pairs + of_pair, (SCALE * by_write).to(operand))
         tl.store(read_pairs + of_pair, tl.where(together, read_key, 0.0).to(operand))
-        tl.store(products + of_pair, tl.where(together, -read_write, 0.0))
+        tl.store(negative + of_pair, tl.where(together, read_write, 0.0))
     else:
         tl.store(levels + place, LEVELS)
 
 
 @triton.jit
 def removal_scores_of_halves(
-    query, key, read, write, gamma, chunks, levels, key_pairs, write_pairs, read_pairs, products,
+    query, key, read, write, gamma, chunks, levels, key_pairs, write_pairs, read_pairs, negative,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SCALE: tl.constexpr,
     GRID: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
@@ -162,7 +162,7 @@ def removal_scores_of_halves(
             tl.store(key_pairs + of_pair, (SCALE * by_key).to(operand), parted)
             tl.store(write_pairs + of_pair, (SCALE * by_write).to(operand), parted)
             tl.store(read_pairs + of_pair, read_key.to(operand), parted)
-            tl.store(products + of_pair, -read_write, parted)
+            tl.store(negative + of_pair, read_write, parted)
 
 
 @triton.jit
