@@ -99,7 +99,7 @@ def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
     operand, width = operand_dtype(inputs.value.dtype), min(power_of_two(key_dim, MIN_DOT), SCORE_CHANNELS)
     tokens, pairs = (table.num_chunks, heads, CHUNK, key_dim), (table.num_chunks, heads, CHUNK, CHUNK)
     gamma = channel_sums(inputs, table, width)
-    *found, negative = launch(
+    found = launch(
         kernels.channel_scores,
         [query, key, absent(inputs.beta), absent(inputs.bonus), gamma, table.chunks],
         [
@@ -124,8 +124,9 @@ def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
         num_warps=SCORE_WARPS,
         num_stages=1,
     )
+    chunks = ChannelChunks(inputs, table, query, key, gamma, *found)
     # Not in float16: elements of strong decays are small, and nothing that they stand for is dropped.
-    return ChannelChunks(inputs, table, query, key, gamma, *found, inverted(negative, table) if delta else negative)
+    return dataclasses.replace(chunks, inverse=inverted(chunks.inverse, table)) if delta else chunks
 
 
 def state_pass(chunks: ChannelChunks, tile: TritonPass, *, final: bool) -> tuple[jax.Array, jax.Array, jax.Array]:

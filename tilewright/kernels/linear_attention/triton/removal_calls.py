@@ -55,7 +55,7 @@ def chunked(inputs: LinearAttentionInputs) -> RemovalChunks:
     width = min(power_of_two(key_dim, MIN_DOT), SCORE_CHANNELS)
     gamma = channel_sums(inputs, table, width)
     tokens, pairs = (table.num_chunks, heads, CHUNK, key_dim), (table.num_chunks, heads, CHUNK, CHUNK)
-    *found, negative = launch(
+    found = launch(
         kernels.removal_scores,
         [query, key, inputs.removal_read, inputs.removal_write, gamma, table.chunks],
         [struct(tokens, operand)] * 4 + [struct(pairs, operand)] * 3 + [struct(pairs, jnp.float32)],
@@ -72,7 +72,8 @@ def chunked(inputs: LinearAttentionInputs) -> RemovalChunks:
         num_warps=SCORE_WARPS,
         num_stages=1,
     )
-    return RemovalChunks(inputs, table, query, key, gamma, *found, inverted(negative, table))
+    chunks = RemovalChunks(inputs, table, query, key, gamma, *found)
+    return dataclasses.replace(chunks, inverse=inverted(chunks.inverse, table))
 
 
 def state_pass(chunks: RemovalChunks, tile: TritonPass, *, final: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
