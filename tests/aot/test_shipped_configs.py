@@ -428,6 +428,14 @@ HOPPER_RECURRENCES = variants(
     },
 )
 
+
+def only_inverses_spill(_: Compilation, reports: Any) -> bool:
+    """True if the kernel with states has all in registers; that of the inverse, one warp a chunk, need not."""
+    return bool(reports) and all(
+        "prepare_chunk" in each.name or not each.spill_stores + each.spill_loads for each in reports
+    )
+
+
 # The causal convolution in Triton.
 
 CONVOLUTIONS = CausalConv1d.cases.by_device["gpu"] | variants(
@@ -664,7 +672,15 @@ EVERY = (
     Shipped("top_k_router", TritonRouter(), ROUTERS, EVERY_CARD, tuned=("qwen3", "odd groups")),
     # A few of the accumulators that the gradients of tokens sum over value heads, once for each of these.
     Shipped("linear_attention", TritonLinearAttention(), RECURRENCES, tuned=(), spills=lambda _: 128),
-    Shipped("linear_attention", HopperLinearAttention(), HOPPER_RECURRENCES, directions=("forward",), tuned=()),
+    Shipped(
+        "linear_attention",
+        HopperLinearAttention(),
+        HOPPER_RECURRENCES,
+        directions=("forward",),
+        tuned=(),
+        spills=lambda compilation: 0 if HOPPER_RECURRENCES[compilation.call].update == "add" else 300,
+        expected=only_inverses_spill,
+    ),
     Shipped("causal_conv1d", TritonConv(), CONVOLUTIONS, EVERY_CARD, tuned=("gdn_32k", "states")),
     Shipped("causal_conv1d_step", TritonConvStep(), CausalConv1dStep.cases.by_device["gpu"], EVERY_CARD, ("forward",)),
     Shipped("selective_scan", TritonSelectiveScan(), SCANS, tuned=()),

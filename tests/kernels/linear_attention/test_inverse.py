@@ -89,10 +89,16 @@ def keys_of(kind: str, shape: tuple[int, ...]) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(
-    ("kind", "beta"), [("random", 1.0), ("near", 1.0), ("near", 2.0), ("equal", 1.0), ("equal", 2.0)]
-)
-def test_keys_that_are_alike(kind: str, beta: float, dtype: str):
-    """Errors of T0 R as with an exact inverse that is rounded, up to a factor: powers of L would have no digit."""
+    ("kind", "beta", "narrow"),
+    [
+        ("random", 1.0, 3.2e-4), ("near", 1.0, 8e-4), ("near", 2.0, 5e-3), ("equal", 1.0, 1e-6), ("equal", 2.0, 1e-5),
+    ],
+)  # fmt: skip
+def test_keys_that_are_alike(kind: str, beta: float, narrow: float, dtype: str):
+    """Errors of T0 R as with an exact inverse that is rounded, up to a factor: powers of L would have no digit.
+
+    With L in one part of float16 the error of keys that are nearly alike would be over its limit.
+    """
     key = jnp.asarray(keys_of(kind, (1, 64, 1, 32)), jnp.float32)
     strength = jnp.full((1, 64, 1), beta, jnp.float32)
     table = chunk_table(1, 64)
@@ -101,7 +107,7 @@ def test_keys_that_are_alike(kind: str, beta: float, dtype: str):
     want = inverses(key, strength, table)
     value = np.random.default_rng(4).normal(size=(64, 16))
     error = np.linalg.norm((got - want)[0, 0] @ value) / np.linalg.norm(want[0, 0] @ value)
-    assert error < (2e-2 if dtype == "float16" else 2e-5)
+    assert error < (narrow if dtype == "float16" else 2e-5)
     assert not np.triu(got[0, 0], 1).any()
     np.testing.assert_array_equal(np.diagonal(got[0, 0]), 1)
 

@@ -1,20 +1,21 @@
 # mypy: disable-error-code="assignment"
-"""The triangular inverse of the delta rule in Triton, one chunk of one key head per program of one warp.
+"""The triangular inverse of the delta rule in Triton, by programs of one warp.
 
   L     ``tril(β_i k_i · k_j, -1)`` of the tokens of a chunk, [64, 64]; the rows of what is not a token are 0
   T0    ``(I + L)⁻¹``, lower triangular with ones on the diagonal: no gate is in it, since ``T = Γ ⊙ T0``
 
-The four blocks of 16 on the diagonal are inverted at once, in three merges that start from those of 2, ``I - L``: with
-X the inverse of the blocks of a size and M the blocks of L below them, ``X - X M X`` is the inverse of the pairs. What
-is below follows by blocks, ``T_ij = -T_ii Σ_k L_ik T_kj`` over k from j to i - 1. Powers of L would need fewer steps,
-but lose all digits where keys are alike.
+With X the inverse of the blocks of a size on the diagonal, and N the blocks of -L below them, ``X + X N X`` is that of
+the pairs of blocks. Merges begin at pairs of tokens, ``I - L``; up to 16 the four blocks on the diagonal are taken at
+once, then two of 32, then 64. Powers of L would need fewer steps, but lose all digits where keys are alike.
 
-In a warp, the accumulator of an MMA is laid out as its first operand, and transposed as its second. So ``A Bᵀ`` of two
-results needs no exchange between threads: all products here have this form, for which X and Xᵀ are kept. Blocks are
-picked by sums whose other terms are the constant -0, which the compiler drops, as it knows which registers they are in.
+In a warp the accumulator of an MMA is laid out like the first operand of the next, and like the transpose of its
+second. So a product ``a bᵀ`` of results needs no exchange between threads: all have this form, for which Xᵀ is kept as
+well. With ``Y = Xᵀ Nᵀ``, the merges are ``X + X Yᵀ`` and ``Xᵀ + Y Xᵀ``. Blocks are picked by sums whose other terms are
+the constant -0: Triton knows which registers hold them, so that neither these terms nor the sums are computed, nor MMAs
+of blocks that nobody picks.
 
-With operands of float16, L below the diagonal is the sum of two, as its rounding would be most of the error. In float32
-a product is three of TensorFloat-32.
+With operands of float16, N in the last two merges is the sum of two: its rounding would be most of the error. In
+float32 an operand is the sum of three bfloat16, and of the nine products the six largest are summed.
 """
 
 import triton
