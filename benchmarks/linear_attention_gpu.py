@@ -3,22 +3,22 @@
 The shapes are those of published layers and of the tables of FlashQLA, FlashInfer and mamba-ssm: heads of queries and
 of values, and batch x length, with 128 channels. Those with decays of channels, kda, gla and rwkv, are of the tables
 of cuLA, attention-gym and flash-linear-attention. Each backend takes its heuristic, with ``--sweep`` every candidate.
-Results are compared with those of XLA from float32 values before anything is timed. Calls are queued, so that a time is
-that of the device where it is longer than a launch.
+All programs are compiled first, by threads. Results are compared with those of XLA from float32 values before anything
+is timed. Calls are queued, so that a time is that of the device where it is longer than a launch.
 
-  python -m benchmarks.linear_attention_gpu [--case NAME] [--sweep]
+  python -m benchmarks.linear_attention_gpu [--case NAME] [--backend NAME] [--sweep] [--unchecked]
 """
 
 import argparse
-import time
-from collections.abc import Callable, Sequence
+import concurrent.futures
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks.common import interleaved, queued, record
+from benchmarks.common import interleaved, queued, record, usable_cores
 from tilewright.kernels.linear_attention.cases import LinearAttentionCase
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
 from tilewright.kernels.linear_attention.op import LinearAttention
@@ -28,6 +28,7 @@ from tilewright.ops.types import Direction
 from tilewright.ops.utils.device import current_device
 
 KERNEL = LinearAttention()
+BACKENDS: dict[str, Any] = {each.name: each.backend for each in KERNEL.backends if each.backend is not None}
 GATED = LinearAttentionCase("", key_dim=128, dtype="bfloat16", qk_l2norm=True)
 CASES: dict[str, LinearAttentionCase] = variants(
     GATED,
@@ -63,55 +64,90 @@ CASES: dict[str, LinearAttentionCase] = variants(
 )  # fmt: skip
 
 
+def structs(case: LinearAttentionCase) -> LinearAttentionInputs:
+    """The inputs of a case, without their values."""
+    args, kwargs = case.abstract_arguments()
+    return KERNEL.inputs_of(prepared(KERNEL, args, kwargs, concrete=False)[0])
+
+
 def drawn(case: LinearAttentionCase) -> LinearAttentionInputs:
     """The inputs of a case, drawn on the device."""
-    args, kwargs = case.abstract_arguments()
-    invocation, _ = prepared(KERNEL, args, kwargs, concrete=False)
-    return KERNEL.sampled(KERNEL.inputs_of(invocation), jax.random.key(0))
+    return KERNEL.sampled(structs(case), jax.random.key(0))
 
 
-def program(backend: Any, direction: Direction, params: Any) -> Callable[..., Any]:
-    """A call of a backend with params, as a compiled function of inputs and cotangents."""
+def program(backend: Any, direction: Direction, params: Any) -> Any:
+    """A call of a backend with params, as a jitted function of inputs and cotangents."""
     if direction == "forward":
         return jax.jit(lambda inputs, _: backend.forward(inputs, params))
     none = LinearAttentionResults(None, None)
     return jax.jit(lambda inputs, cotangents: backend.backward(inputs, none, cotangents, params))
 
 
-def error(got: Any, want: Any) -> float:
+@jax.jit
+def error(got: Any, want: Any) -> jax.Array:
     """The greatest norm of an error relative to that of the exact values."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    found = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs]
-    return max(float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30)) for x, y in found)
+    found = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in pairs]
+    norms = [(jnp.linalg.norm(x - y), jnp.linalg.norm(y)) for x, y in ((x.ravel(), y.ravel()) for x, y in found)]
+    return jnp.stack([apart / jnp.maximum(norm, 1e-30) for apart, norm in norms]).max()
 
 
-def exact(inputs: LinearAttentionInputs, cotangents: LinearAttentionResults, direction: Direction) -> Any:
-    """Results or gradients of XLA from the same values in float32."""
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, (inputs, cotangents))
-    backend: Any = next(each.backend for each in KERNEL.backends if each.name == "xla")
-    with jax.default_matmul_precision("highest"):
-        params = backend.heuristic(inputs.structs, current_device(), direction)
-        return jax.device_get(program(backend, direction, params)(*wide))
+def widened(tree: Any) -> Any:
+    """The values of 16 bits in float32."""
+    narrow = (jnp.bfloat16, jnp.float16)
+    return jax.tree.map(lambda x: widen(x) if x.dtype in narrow else x, tree)
 
 
-def measured(case: LinearAttentionCase, direction: Direction, sweep: bool, rounds: int, calls: int) -> dict[str, Any]:
-    """Seconds and errors of every backend that serves a case, by backend and params."""
-    inputs, device = drawn(case), current_device()
+def widen(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, jnp.float32) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A pass of a case by one backend, or with ``backend`` "exact" by XLA from the same values in float32."""
+
+    case: str
+    direction: Direction
+    backend: str
+    params: Any
+
+    def compiled(self) -> Any:
+        backend: Any = BACKENDS["xla" if self.backend == "exact" else self.backend]
+        inputs = structs(CASES[self.case])
+        given = inputs, LinearAttentionResults(inputs.value, None)
+        run = program(backend, self.direction, self.params)
+        if self.backend != "exact":
+            return run.lower(*given).compile()
+        with jax.default_matmul_precision("highest"):
+            return run.lower(*widened(given)).compile()
+
+
+def programs(case: str, direction: Direction, backends: Sequence[str], *, sweep: bool) -> list[Program]:
+    """What is measured of a case, with the heuristic's params or with every candidate."""
+    inputs, device = structs(CASES[case]), current_device()
+    found = []
+    for name in backends:
+        backend = BACKENDS["xla" if name == "exact" else name]
+        if not backend.not_supported_reasons(inputs, device, direction):
+            swept = sweep and name not in ("xla", "exact")
+            listed = list(backend.candidates(inputs, device, direction)) if swept else []
+            listed = listed or [backend.heuristic(inputs, device, direction)]
+            found += [Program(case, direction, name, params) for params in listed]
+    return found
+
+
+def measured(case: str, compiled: Mapping[Program, Any], rounds: int, calls: int) -> dict[str, Any]:
+    """Seconds and errors of the programs of a direction of a case, by backend and params."""
+    inputs = drawn(CASES[case])
     out = jnp.cos(jnp.arange(inputs.value.size, dtype=jnp.float32)).reshape(inputs.value.shape)
-    cotangents = LinearAttentionResults(out.astype(inputs.value.dtype), None)
-    want = exact(inputs, cotangents, direction)
+    given = inputs, LinearAttentionResults(out.astype(inputs.value.dtype), None)
+    want = next((run(*widened(given)) for each, run in compiled.items() if each.backend == "exact"), None)
     runs, errors = {}, {}
-    for backend in (loaded.backend for loaded in KERNEL.backends):
-        if backend is None or backend.not_supported_reasons(inputs.structs, device, direction):
-            continue
-        listed = [backend.heuristic(inputs.structs, device, direction)]
-        if sweep and backend.name != "xla":
-            listed = list(backend.candidates(inputs.structs, device, direction))
-        for params in listed:
-            name = f"{backend.name} {params}"
-            run = program(backend, direction, params)
-            errors[name] = error(run(inputs, cotangents), want)
-            runs[name] = queued(run, (inputs, cotangents), calls)
+    for each, run in compiled.items():
+        if each.backend != "exact":
+            name = f"{each.backend} {each.params}"
+            errors[name] = None if want is None else float(error(run(*given), want))
+            runs[name] = queued(run, given, calls)
     timings = interleaved(runs, rounds)
     return {
         name: {"error": errors[name], "seconds": timing.minimum / calls, **timing.to_json()}
@@ -122,21 +158,33 @@ def measured(case: LinearAttentionCase, direction: Direction, sweep: bool, round
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=CASES, action="append", help="of all, if it is not given")
+    parser.add_argument("--backend", choices=BACKENDS, action="append", help="of all, if it is not given")
     parser.add_argument("--sweep", action="store_true", help="time every candidate")
+    parser.add_argument(
+        "--unchecked", action="store_true", help="without errors, whose exact values take long to compile"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=10, help="calls that are queued")
+    parser.add_argument("--name", default="linear_attention_gpu", help="of the recorded file")
     given = parser.parse_args(argv)
-    cells: list[dict[str, Any]] = []
+    backends = [*(given.backend or BACKENDS), *(() if given.unchecked else ("exact",))]
     directions: tuple[Direction, ...] = ("forward", "backward")
-    for name in given.case or CASES:
-        for direction in directions:
-            begun = time.perf_counter()
-            found = measured(CASES[name], direction, given.sweep, given.rounds, given.calls)
-            cells.append({"case": name, "direction": direction, "found": found})
+    groups = {
+        (case, direction): programs(case, direction, backends, sweep=given.sweep)
+        for case in given.case or CASES
+        for direction in directions
+    }
+    cells: list[dict[str, Any]] = []
+    with concurrent.futures.ThreadPoolExecutor(usable_cores()) as pool:
+        waiting = {each: pool.submit(each.compiled) for group in groups.values() for each in group}
+        concurrent.futures.wait(waiting.values())
+        for (case, direction), group in groups.items():
+            found = measured(case, {each: waiting.pop(each).result() for each in group}, given.rounds, given.calls)
+            cells.append({"case": case, "direction": direction, "found": found})
             for key, each in sorted(found.items(), key=lambda item: item[1]["seconds"]):
-                print(f"{name:28} {direction:8} {each['seconds'] * 1e3:9.3f} ms  error {each['error']:.1e}  {key}")
-            print(f"{time.perf_counter() - begun:.0f} s", flush=True)
-            record("linear_attention_gpu", {"rounds": given.rounds, "calls": given.calls, "cells": cells})
+                error_of = "" if each["error"] is None else f"error {each['error']:.1e}"
+                print(f"{case:28} {direction:8} {each['seconds'] * 1e3:9.3f} ms  {error_of}  {key}", flush=True)
+            record(given.name, {"rounds": given.rounds, "calls": given.calls, "cells": cells})
 
 
 if __name__ == "__main__":

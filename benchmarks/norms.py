@@ -333,15 +333,18 @@ def by_copy(work: Work) -> Run:
     return functools.partial(jax.jit(lambda x, y: x + y), work.inputs.x, jnp.zeros((), work.inputs.x.dtype))
 
 
+type Flush = Callable[[int], jax.Array]
+
+
 class Turns:
     """Calls of functions, each after the L2 cache was overwritten; JAX's profiler takes it for a jit by two methods."""
 
-    def __init__(self, runs: Iterable[Run], size: int) -> None:
-        self._runs, self._size = list(runs), size
+    def __init__(self, runs: Iterable[Run], size: int, flush: Flush) -> None:
+        self._runs, self._size, self._flush = list(runs), size, flush
 
     def __call__(self) -> None:
         for run in self._runs:
-            jax.block_until_ready(_flush(self._size))
+            jax.block_until_ready(self._flush(self._size))
             waited_for(run())
 
     def trace(self) -> None:
@@ -352,8 +355,24 @@ class Turns:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _flush(size: int) -> jax.Array:
+def flush_by_writing(size: int) -> jax.Array:
+    """Leaves lines in the L2 cache that the next kernel's take the place of, and that are written to memory then."""
     return jnp.ones((size,), jnp.uint8)
+
+
+def flush_by_reading(size: int) -> jax.Array:
+    """Leaves lines that are as they are in memory: what a kernel meets that reads weights, one layer after another."""
+    return _row_sums(_rows(size))
+
+
+@functools.cache
+def _rows(size: int) -> jax.Array:
+    return jnp.zeros((1024, size >> 12), jnp.float32)
+
+
+@jax.jit
+def _row_sums(rows: jax.Array) -> jax.Array:
+    return rows.sum(axis=1)
 
 
 def waited_for(found: Any) -> Any:
@@ -364,9 +383,10 @@ def waited_for(found: Any) -> Any:
 
 
 @functools.cache
-def _flushing(size: int) -> str:
+def _flushing(size: int, flush: Flush) -> str:
     """The name of the one kernel of a flush."""
-    ((name, _),) = kernels(Turns([lambda: None], size), ())[0]
+    jax.block_until_ready(flush(size))  # the first call has kernels that make what it reads
+    ((name, _),) = kernels(Turns([lambda: None], size, flush), ())[0]
     return name
 
 
@@ -374,17 +394,17 @@ type Sample = list[tuple[str, float]]
 """The kernels of a call and the microseconds of each."""
 
 
-def sample(runs: Sequence[Run], size: int) -> list[Sample]:
+def sample(runs: Sequence[Run], size: int, flush: Flush = flush_by_writing) -> list[Sample]:
     """The kernels of one call of each function, in one session if the flushes between can be told from their kernels.
 
     Raises:
       RuntimeError: a call started no kernel, or CUPTI cannot be used.
     """
     calls: list[Sample] = []
-    flush = _flushing(size)
-    for name, time_ms in kernels(Turns(runs, size), ())[0]:
+    flushing = _flushing(size, flush)
+    for name, time_ms in kernels(Turns(runs, size, flush), ())[0]:
         # The measured function may itself have kernels of that name; the flush comes before all of them.
-        if name == flush and (len(runs) > 1 or not calls):
+        if name == flushing and (len(runs) > 1 or not calls):
             calls.append([])
         else:
             calls[-1].append((name, 1e3 * time_ms))
@@ -392,12 +412,12 @@ def sample(runs: Sequence[Run], size: int) -> list[Sample]:
         return calls
     if len(runs) == 1:
         raise RuntimeError(f"{len(calls)} flushes and kernels cannot be those of one call: {calls}")
-    return [each for run in runs for each in _alone(run, size)]
+    return [each for run in runs for each in _alone(run, size, flush)]
 
 
-def _alone(run: Run, size: int) -> list[Sample]:
+def _alone(run: Run, size: int, flush: Flush) -> list[Sample]:
     try:
-        return sample([run], size)
+        return sample([run], size, flush)
     except Exception as error:  # the failure of one is a result; the others are still measured
         return [[(f"{type(error).__name__}: {error}"[:300], float("nan"))]]
 

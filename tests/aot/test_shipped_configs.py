@@ -56,6 +56,8 @@ from tilewright.kernels.sampling.triton.sample import TritonSample
 from tilewright.kernels.selective_scan.cases import SelectiveScanCase, SelectiveScanStepCase
 from tilewright.kernels.selective_scan.triton.selective_scan import TritonSelectiveScan
 from tilewright.kernels.selective_scan.triton.selective_scan_step import TritonSelectiveScanStep
+from tilewright.kernels.weight_only.cases import WeightOnlyCase
+from tilewright.kernels.weight_only.triton.backend import TritonWeightOnly
 from tilewright.ops.types import Direction
 
 # Attention on Hopper GPUs.
@@ -413,6 +415,8 @@ ROUTERS = TopKRouter.cases.by_device["gpu"] | variants(
 # Linear attention in Triton and on Hopper.
 
 RECURRENCES = LinearAttention.cases.by_device["gpu"]
+# Backward the producer of two consumers spills an address, and the gradients of tokens pairs of them beside those of
+# states: once for each chunk and head.
 HOPPER_RECURRENCES = variants(
     LinearAttentionCase("", batch=2, length=4096, heads=4, key_dim=128, value_heads=8, dtype="bfloat16", state=True),
     {
@@ -582,6 +586,26 @@ EVERY = (
         changed=without_pre_activations,
     ),
     Shipped(
+        "weight_only_matmul",
+        TritonWeightOnly(),
+        variants(
+            WeightOnlyCase("", dtype="bfloat16", rows=8, k=8192, n=8192),
+            {
+                "8": {},
+                "zeros": {"zeros": True, "dtype": "float16"},
+                "int8": {"format": "int8", "group": None},
+                "mxfp4": {"format": "mxfp4", "group": 32},
+                "odd": {"k": 8200, "n": 8200, "group": None},
+                "64": {"rows": 64},
+                "512": {"rows": 512},
+                "512_mxfp4": {"rows": 512, "format": "mxfp4", "group": 32, "dtype": "float16"},
+            },
+        ),
+        EVERY_CARD,
+        ("forward",),
+        tuned=("8", "64", "512"),
+    ),
+    Shipped(
         "matmul",
         HopperMatmul(),
         variants(
@@ -676,10 +700,17 @@ EVERY = (
         "linear_attention",
         HopperLinearAttention(),
         HOPPER_RECURRENCES,
-        directions=("forward",),
         tuned=(),
-        spills=lambda compilation: 0 if HOPPER_RECURRENCES[compilation.call].update == "add" else 300,
-        expected=only_inverses_spill,
+        spills=lambda compilation: (
+            160
+            if compilation.direction == "backward"
+            else 0
+            if HOPPER_RECURRENCES[compilation.call].update == "add"
+            else 300
+        ),
+        expected=lambda compilation, report: (
+            compilation.direction == "backward" or only_inverses_spill(compilation, report)
+        ),
     ),
     Shipped("causal_conv1d", TritonConv(), CONVOLUTIONS, EVERY_CARD, tuned=("gdn_32k", "states")),
     Shipped("causal_conv1d_step", TritonConvStep(), CausalConv1dStep.cases.by_device["gpu"], EVERY_CARD, ("forward",)),

@@ -86,6 +86,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "NormCase.weight_dtype": (None, *DTYPES),
     "PermuteCase.capacity": (None, 1, 7, 40),
     "PermuteCase.experts": (1, 8, 60, 128, 256),
+    "QuantizeCase.axis": (-1, -2),
+    "QuantizeCase.block": (None, (1, 128), (128, 128)),
+    "QuantizeCase.leading": ((), (1,), (3, 2), (0,)),
     "RopeCase.batch": (0, *FEW),
     "RopeCase.fraction": (0.25, 0.4, 1.0),
     "RopeCase.heads": FEW,
@@ -110,6 +113,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "ServingCase.sliding_window": WINDOWS,
     "ServingCase.softmax_scale": (None, 0.25, 1.0, -1.0),
     "ServingCase.value_dim": (None, 1, 64, 80, 128, 512),
+    "WeightOnlyCase.group": (None, 1, 7, 32, 64, 100, 128),
+    "WeightOnlyCase.preferred_element_type": (None, *DTYPES),
+    "WeightOnlyCase.scale_dtype": DTYPES,
     "StepCase.batch": (0, *FEW),
     "StepCase.heads": FEW,
     "StepCase.key_dim": (0, 1, 8, 16, 60, 64, 96, 128, 256, 2049),
@@ -273,6 +279,10 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: hasattr(c, "matrices") and c.group_offset is None and c.matrices not in (None, c.groups),
     ),
     Refusal(ValueError, "must divide the channels", lambda c: hasattr(c, "delta_softplus") and c.channels % c.groups),
+    Refusal(
+        ValueError, "block is for scaling", lambda c: getattr(c, "block", None) is not None and c.scaling != "block"
+    ),
+    Refusal(ValueError, "leave out axis", lambda c: hasattr(c, "transposed") and c.transposed and c.axis == -2),
     Refusal(ValueError, "in one way", lambda c: _packings(c) > 1),
     Refusal(ValueError, "packed into one row", lambda c: _packings(c) and c.packed and c.batch != 1),
     Refusal(ValueError, "no place", lambda c: _packings(c) and c.segments and (c.initial_state or c.return_state)),
@@ -282,6 +292,8 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: getattr(c, "lhs_scale", "none") != "none" or getattr(c, "rhs_scale", "none") != "none",
         gradients=True,
     ),
+    Refusal(ValueError, "and 32 in mxfp4", lambda c: getattr(c, "format", "") == "mxfp4" and c.group != 32),
+    Refusal(ValueError, "has no zero points", lambda c: getattr(c, "format", "") == "mxfp4" and c.zeros),
 )
 
 

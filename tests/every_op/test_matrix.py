@@ -27,8 +27,10 @@ SCALARS: dict[str, Any] = {
     "dropout_prob": 0.0,
     "kv_lora_rank": 512,
     "label_smoothing": 0.1,
+    "axis": -1,
     "fraction": 0.5,
     "capacity": 1,
+    "group": 32,
     "num_groups": 2,
     "top_groups": 1,
     "transpose_lhs": False,
@@ -55,6 +57,7 @@ def scalar_options(op: str) -> dict[str, Any]:
         if p.kind is p.KEYWORD_ONLY
         and (found := number.search(str(p.annotation)))
         and "ndarray" not in str(p.annotation)
+        and not str(p.annotation).startswith("tuple")
     }
     if "softmax_scale" in {p.name for p in parameters}:  # which may be an array, too
         wanted["softmax_scale"] = "float"
@@ -181,6 +184,7 @@ SPLIT_BY_ROWS = (
     "linear_attention",
     "causal_conv1d",
     "selective_scan",
+    "quantize",
 )
 """Ops with a partitioning of their own whose first operand is split by its rows here."""
 

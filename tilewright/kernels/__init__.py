@@ -41,6 +41,8 @@ _OPS = {
     "glu": "tilewright.kernels.matmul.ops.glu:Glu",
     "grouped_matmul": "tilewright.kernels.matmul.ops.grouped_matmul:GroupedMatmul",
     "gated_grouped_matmul": "tilewright.kernels.matmul.ops.gated_grouped_matmul:GatedGroupedMatmul",
+    "quantize": "tilewright.kernels.quantize.op:Quantize",
+    "weight_only_matmul": "tilewright.kernels.weight_only.op:WeightOnlyMatmul",
     "linear_attention_step": "tilewright.kernels.linear_attention.step:LinearAttentionStep",
     "selective_scan": "tilewright.kernels.selective_scan.ops.selective_scan:SelectiveScan",
     "selective_scan_step": "tilewright.kernels.selective_scan.ops.selective_scan_step:SelectiveScanStep",

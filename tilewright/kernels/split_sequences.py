@@ -13,18 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
 from tilewright.kernels.op.inputs import OpInputs
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.sharding import (
     AxisName,
-    axis_names,
-    explicit_mesh,
+    SplitDimensions,
     gathered,
     over_explicit_axes,
     typed_axes,
-    typed_spec,
     vary_over,
     varying_axes,
 )
@@ -182,8 +179,7 @@ def on_explicit_axes(
     inputs: OpInputs,
     layouts: Mapping[str, str],
     results: tuple[str, ...],
-    *,
-    whole: str,
+    allowed: Mapping[str, str],
 ) -> Any:
     """The results of a call whose types split its tokens over explicit axes, by a function for ``shard_map``.
 
@@ -191,38 +187,24 @@ def on_explicit_axes(
       function: of a device's inputs and the axes that split the tokens.
       layouts: a letter for each dimension of the arrays by name, "t" for tokens.
       results: those of the results.
-      whole: the letters of dimensions that must not be split.
+      allowed: the dimensions that may be split: their names, for errors, by letter.
 
     Raises:
       ValueError: arrays are split in different ways, or along a dimension that must be whole; there are segment ids.
     """
-    arrays = {name: array for name, array in inputs.arrays.items() if array is not None}
-    if "segment_ids" in arrays:
+    if inputs.arrays.get("segment_ids") is not None:
         raise ValueError(
             "segment_ids cannot be followed over devices that split the length; pass the boundaries of the segments as "
             "cum_seqlens, or reshard to a whole length"
         )
-    text = ", ".join(f"{name}: {typed_spec(array)}" for name, array in arrays.items())
-    split: dict[str, Any] = {}
-    for name, array in arrays.items():
-        for letter, axes in zip(layouts[name], typed_axes(array), strict=True):
-            if axes is None:
-                continue
-            others = [each for other in split if other != letter for each in axis_names(split[other])]
-            if letter in whole or split.setdefault(letter, axes) != axes or set(axis_names(axes)) & set(others):
-                raise ValueError(
-                    f"arrays must be split alike, and be whole along other dimensions ({text}); reshard {name}"
-                )
-
-    def spec(letters: str) -> PartitionSpec:
-        return PartitionSpec(*map(split.get, letters))
+    split = SplitDimensions.of(inputs, layouts, allowed)
+    assert split is not None  # the caller has seen the types
 
     def on_device(parts: dict[str, Any]) -> Any:
-        return function(inputs.replace(**parts), split["t"])
+        return function(inputs.replace(**parts), split.axes["t"])
 
-    mesh: Any = explicit_mesh(*arrays.values())
-    specs, out = {name: spec(layouts[name]) for name in arrays}, tuple(map(spec, results))
-    return over_explicit_axes(on_device, mesh, arrays, specs, out if len(out) > 1 else out[0])
+    out = tuple(map(split.spec, results))
+    return over_explicit_axes(on_device, split.mesh, dict(split.arrays), split.specs, out if len(out) > 1 else out[0])
 
 
 class StateMaps(NamedTuple):

@@ -77,6 +77,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "tilewright.kernels.paged_attention.shared_prefix": ("shared_prefix_page_attention",),
     "tilewright.kernels.permutation.ops.permute": ("Permute", "permute"),
     "tilewright.kernels.permutation.ops.unpermute": ("Unpermute", "unpermute"),
+    "tilewright.kernels.quantize.op": ("Quantize", "quantize"),
+    "tilewright.kernels.quantize.quantized": ("Quantized",),
     "tilewright.kernels.rope.op": ("Rope", "rope"),
     "tilewright.kernels.rope.scaling": (
         "LinearScaling",
@@ -90,8 +92,14 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "tilewright.kernels.router.op": ("TopKRouter", "top_k_router"),
     "tilewright.kernels.sampling.ops.linear_sample": ("LinearSample", "linear_sample"),
     "tilewright.kernels.sampling.ops.sample": ("Sample", "sample"),
+    "tilewright.kernels.scaled_linear.linear": ("scaled_linear",),
+    "tilewright.kernels.scaled_linear.recipe": ("Recipe",),
     "tilewright.kernels.selective_scan.ops.selective_scan": ("SelectiveScan", "selective_scan"),
     "tilewright.kernels.selective_scan.ops.selective_scan_step": ("SelectiveScanStep", "selective_scan_step"),
+    "tilewright.kernels.weight_only.expanding": ("mxfp4_to_e4m3",),
+    "tilewright.kernels.weight_only.op": ("WeightOnlyMatmul", "weight_only_matmul"),
+    "tilewright.kernels.weight_only.readers": ("from_awq", "from_gptq", "from_mxfp4"),
+    "tilewright.kernels.weight_only.weights": ("PackedWeight", "quantize_weight"),
     "tilewright.modules.attention": ("dot_product_attention",),
     "tilewright.modules.serving": ("flash_mla",),
 }

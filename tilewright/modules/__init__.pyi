@@ -46,6 +46,8 @@ from tilewright.kernels.paged_attention.ops.unified_attention import UnifiedAtte
 from tilewright.kernels.paged_attention.ops.update_pages import UpdatePages
 from tilewright.kernels.permutation.ops.permute import Permute
 from tilewright.kernels.permutation.ops.unpermute import Unpermute
+from tilewright.kernels.quantize.op import Quantize
+from tilewright.kernels.quantize.quantized import Format, Quantized, Scaling
 from tilewright.kernels.rope.op import Rope
 from tilewright.kernels.rope.scaling import (
     LinearScaling,
@@ -59,8 +61,12 @@ from tilewright.kernels.router.inputs import Scoring
 from tilewright.kernels.router.op import TopKRouter
 from tilewright.kernels.sampling.ops.linear_sample import LinearSample
 from tilewright.kernels.sampling.ops.sample import Sample
+from tilewright.kernels.scaled_linear.recipe import Recipe
 from tilewright.kernels.selective_scan.ops.selective_scan import SelectiveScan
 from tilewright.kernels.selective_scan.ops.selective_scan_step import SelectiveScanStep
+from tilewright.kernels.weight_only.op import WeightOnlyMatmul
+from tilewright.kernels.weight_only.packing import WeightFormat
+from tilewright.kernels.weight_only.weights import PackedWeight
 from tilewright.modules import base
 
 __all__ = [
@@ -86,10 +92,14 @@ __all__ = [
     "MlaRaggedPageAttention",
     "MoeMlp",
     "NtkScaling",
+    "PackedWeight",
     "PageAttention",
     "Permute",
+    "Quantize",
+    "Quantized",
     "RaggedDecodeAttention",
     "RaggedPageAttention",
+    "Recipe",
     "RmsNorm",
     "Rope",
     "RopeScaling",
@@ -101,6 +111,7 @@ __all__ = [
     "UnifiedAttention",
     "Unpermute",
     "UpdatePages",
+    "WeightOnlyMatmul",
     "YarnScaling",
     "all_gather_matmul",
     "base",
@@ -119,6 +130,9 @@ __all__ = [
     "dot_product_attention",
     "flash_attention",
     "flash_mla",
+    "from_awq",
+    "from_gptq",
+    "from_mxfp4",
     "gated_delta_rule",
     "gated_delta_rule_step",
     "gated_grouped_matmul",
@@ -143,9 +157,12 @@ __all__ = [
     "mla_decode",
     "mla_ragged_page_attention",
     "moe_mlp",
+    "mxfp4_to_e4m3",
     "page_attention",
     "permute",
+    "quantize",
     "quantize_latents",
+    "quantize_weight",
     "ragged_decode_attention",
     "ragged_page_attention",
     "retention",
@@ -159,6 +176,7 @@ __all__ = [
     "rwkv7",
     "rwkv7_step",
     "sample",
+    "scaled_linear",
     "selective_scan",
     "selective_scan_step",
     "shared_prefix_page_attention",
@@ -169,6 +187,7 @@ __all__ = [
     "unpermute",
     "unzigzag",
     "update_pages",
+    "weight_only_matmul",
     "zigzag",
 ]
 
@@ -987,6 +1006,8 @@ def flash_attention(
     cfg: object = None,
     dropout_rng: None = None,
 ) -> Array | tuple[Array, Array]: ...
+def from_awq(qweight: ArrayLike, qzeros: ArrayLike, scales: ArrayLike) -> PackedWeight: ...
+def from_mxfp4(blocks: ArrayLike, scales: ArrayLike) -> PackedWeight: ...
 @overload
 def gated_delta_rule(
     q: ArrayLike,
@@ -1558,6 +1579,7 @@ def mla_ragged_page_attention(
     platform: PlatformOption = None,
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
+def mxfp4_to_e4m3(weight: PackedWeight) -> Quantized: ...
 @overload
 def page_attention(
     query: ArrayLike,
@@ -1621,6 +1643,45 @@ def page_attention(
     platform: PlatformOption = None,
     cfg: Any = None,
 ) -> Array | tuple[Array, Array]: ...
+@overload
+def quantize(
+    x: ArrayLike,
+    *,
+    format: Format = "e4m3",
+    scaling: Scaling = "tensor",
+    axis: int = -1,
+    block: tuple[int, int] | None = None,
+    power_of_two: bool = False,
+    transposed: Literal[False] = False,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Quantized: ...
+@overload
+def quantize(
+    x: ArrayLike,
+    *,
+    format: Format = "e4m3",
+    scaling: Scaling = "tensor",
+    axis: int = -1,
+    block: tuple[int, int] | None = None,
+    power_of_two: bool = False,
+    transposed: Literal[True],
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> tuple[Quantized, Quantized]: ...
+@overload
+def quantize(
+    x: ArrayLike,
+    *,
+    format: Format = "e4m3",
+    scaling: Scaling = "tensor",
+    axis: int = -1,
+    block: tuple[int, int] | None = None,
+    power_of_two: bool = False,
+    transposed: bool = False,
+    platform: PlatformOption = None,
+    cfg: object = None,
+) -> Quantized | tuple[Quantized, Quantized]: ...
 def quantize_latents(latents: ArrayLike) -> Array: ...
 @overload
 def ragged_decode_attention(
@@ -2539,6 +2600,15 @@ def delta_rule_step(
 
 flash_mla = mla_decode
 
+def from_gptq(
+    qweight: ArrayLike,
+    qzeros: ArrayLike,
+    scales: ArrayLike,
+    g_idx: ArrayLike | None = None,
+    *,
+    bits: int = 4,
+    version: int = 1,
+) -> PackedWeight: ...
 def gated_delta_rule_step(
     q: ArrayLike,
     k: ArrayLike,
@@ -2589,8 +2659,8 @@ def gated_linear_attention_step(
 ) -> tuple[Array, Array]: ...
 def glu(
     x: ArrayLike,
-    gate: ArrayLike,
-    up: ArrayLike,
+    gate: ArrayLike | PackedWeight,
+    up: ArrayLike | PackedWeight,
     *,
     activation: Activation = "silu",
     transpose_rhs: bool = False,
@@ -2598,8 +2668,8 @@ def glu(
     cfg: object = None,
 ) -> Array: ...
 def grouped_matmul(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
+    lhs: ArrayLike | Quantized,
+    rhs: ArrayLike | Quantized,
     group_sizes: ArrayLike,
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -2697,13 +2767,15 @@ def linear_sample(
     cfg: object = None,
 ) -> tuple[Array, Array]: ...
 def matmul(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
+    lhs: ArrayLike | Quantized,
+    rhs: ArrayLike | Quantized | PackedWeight,
     *,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    lhs_scale: ArrayLike | None = None,
+    rhs_scale: ArrayLike | None = None,
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> Array: ...
@@ -2744,6 +2816,14 @@ def permute(
     platform: PlatformOption = None,
     cfg: object = None,
 ) -> tuple[Array, Array, Array]: ...
+def quantize_weight(
+    weight: ArrayLike,
+    *,
+    format: WeightFormat = "int4",
+    group: int | None = 128,
+    symmetric: bool = True,
+    scale_dtype: DTypeLike = "float32",
+) -> PackedWeight: ...
 def retention_step(
     q: ArrayLike,
     k: ArrayLike,
@@ -2801,6 +2881,12 @@ def rwkv7_step(
     cfg: Any = None,
     state_layout: StateLayout = "kv",
 ) -> tuple[Array, Array]: ...
+def scaled_linear(
+    x: ArrayLike,
+    weight: ArrayLike,
+    *,
+    recipe: Recipe = Recipe(scaling="tensor", format="e4m3", gradient_format=None, power_of_two=False),
+) -> Array: ...
 def selective_scan_step(
     state_pool: ArrayLike,
     u: ArrayLike,
@@ -2851,4 +2937,17 @@ def top_k_router(
 ) -> tuple[Array, Array]: ...
 def unpermute(
     rows: ArrayLike, source: ArrayLike, weights: ArrayLike, *, platform: PlatformOption = None, cfg: object = None
+) -> Array: ...
+def weight_only_matmul(
+    x: ArrayLike,
+    codes: ArrayLike,
+    *,
+    scales: ArrayLike,
+    zeros: ArrayLike | None = None,
+    order: ArrayLike | None = None,
+    format: WeightFormat = "int4",
+    group: int | None = 128,
+    preferred_element_type: DTypeLike | None = None,
+    platform: PlatformOption = None,
+    cfg: object = None,
 ) -> Array: ...

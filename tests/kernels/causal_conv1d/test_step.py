@@ -69,7 +69,7 @@ def test_split_by_channels():
         call = lambda *a: causal_conv1d_step(*a, activation="silu", state_indices=inputs.state_indices)
         y, pool = jax.jit(call)(*split)
         by_token = jax.device_put(inputs.x, jax.NamedSharding(mesh, P(None, "model")))
-        with pytest.raises(ValueError, match="split by channels alone"):
+        with pytest.raises(ValueError, match="by channels alone"):
             jax.jit(call)(by_token, *arrays[1:])
     assert jax.typeof(pool).sharding.spec == P(None, "model", None)
     np.testing.assert_allclose(y, want["y"], rtol=1e-5, atol=1e-5)

@@ -1,5 +1,6 @@
 """Conformance of the backends of linear attention: cases, and the recurrence by token in float64 as the oracle."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -103,3 +104,42 @@ class LinearAttentionConformance(Conformance[LinearAttentionCase, LinearAttentio
 
     def oracle(self, inputs: LinearAttentionInputs, cotangents: Any) -> tuple[Found, None]:
         return exact(inputs, cotangents), None
+
+
+def check_contained(forward: Any, case: LinearAttentionCase, at: int) -> None:
+    """A number of a token that is NaN or infinite: what comes before is the same to the bit, and so are other heads.
+
+    From that token on results and states are NaN or infinite where the recurrence by token has them so. Each row of a
+    batch has another such number in the same arrays; the first has none.
+
+    Args:
+      forward: computes the results of inputs.
+      case: with two heads.
+      at: the token.
+    """
+    values = {"log_decay": np.nan, "query": np.nan, "key": np.inf, "value": np.nan}
+    values |= dict.fromkeys(("beta", "removal_read", "removal_write"), np.nan)
+    sizes = dataclasses.replace(case, state=True)
+    names = [name for name, x in inputs_of(sizes).arrays.items() if x is not None and name in values]
+    names = [name for name in names if inputs_of(sizes).arrays[name].ndim > 1]
+    spoiled = [(name, values[name]) for name in names]
+    rows = 1 + len(spoiled)
+    every = inputs_of(dataclasses.replace(sizes, batch=rows))
+    one = {name: np.array(x) for name, x in every.arrays.items() if x is not None and x.shape[0] == rows and x.ndim > 1}
+    arrays = {name: np.repeat(x[:1], rows, axis=0) for name, x in one.items()}
+    for row, (name, value) in enumerate(spoiled, 1):
+        arrays[name][(row, at, 0, 1)[: arrays[name].ndim]] = value
+    inputs = every.replace(**{name: jnp.asarray(x) for name, x in arrays.items()})
+    got = jax.tree.map(np.asarray, forward(inputs))
+    with jax.enable_x64(True):
+        definition = jax.tree.map(np.asarray, linear_attention_reference(wide(inputs)))
+    clean = got.out[:1]
+    np.testing.assert_array_equal(got.out[:, :at], np.repeat(clean[:, :at], rows, axis=0))
+    np.testing.assert_array_equal(got.out[:, :, 1], np.repeat(clean[:, :, 1], rows, axis=0))
+    np.testing.assert_array_equal(got.state[:, 1], np.repeat(got.state[:1, 1], rows, axis=0))
+    assert np.isfinite(clean).all()
+    assert np.isfinite(got.state[0]).all()
+    for found, defined in zip(got, definition, strict=True):
+        reached = ~np.isfinite(defined)
+        assert reached.any()
+        assert not np.isfinite(found[reached]).any(), np.argwhere(reached & np.isfinite(found))[:9]

@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +15,26 @@ pytest.importorskip("triton")
 
 from tests.kernels.conftest import A100, H100
 from tests.kernels.linear_attention.conformance import exact, inputs_of
-from tests.kernels.linear_attention.gpu_conformance import SMALL, GpuConformance, relative_error
+from tests.kernels.linear_attention.gpu_conformance import SMALL, TOLERANCES, GpuConformance, relative_error
 from tests.support.mosaic_interpret import interpret_mosaic
 from tilewright.kernels.linear_attention.cases import LinearAttentionCase
 from tilewright.kernels.linear_attention.hopper.backend import HopperLinearAttention
-from tilewright.kernels.linear_attention.hopper.params import HopperLinearAttentionParams, listed_params
+from tilewright.kernels.linear_attention.hopper.params import (
+    HopperLinearAttentionGradientParams,
+    HopperLinearAttentionParams,
+    listed_gradient_params,
+    listed_params,
+)
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
+from tilewright.kernels.linear_attention.passes.chunks import TritonPass
 from tilewright.kernels.triton.interpreter import interpret_triton
+from tilewright.ops.types import Direction
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 
 BACKEND = HopperLinearAttention()
+TOKENS = TritonPass(64, 4, 1)
+GRADIENT_PARAMS = HopperLinearAttentionGradientParams(1, 2, TOKENS, ctas=2)
 FULL = dataclasses.replace(SMALL, key_dim=64, value_dim=64, dtype="bfloat16")
 
 
@@ -39,12 +49,14 @@ class TestHopper(GpuConformance):
     backend = BACKEND
     device = H100
     machine = staticmethod(machine)
+    # The gradient of the only β is one number, of rounded factors.
+    tolerances: ClassVar[dict[str, float]] = TOLERANCES | {"bfloat16": 1e-2}
 
     def adapted(self, case: LinearAttentionCase) -> LinearAttentionCase:
         return dataclasses.replace(case, dtype="bfloat16", key_dim=64, value_dim=64)
 
     def params(self, inputs: LinearAttentionInputs) -> tuple[Any, Any]:
-        return HopperLinearAttentionParams(1, 2), None
+        return HopperLinearAttentionParams(1, 2), GRADIENT_PARAMS
 
 
 run = TestHopper()
@@ -65,6 +77,30 @@ def check(inputs: LinearAttentionInputs, results: Any, limit: float = 5e-3) -> N
         assert relative_error(results.state, want["state"]) < limit
 
 
+def gradients(
+    inputs: LinearAttentionInputs,
+    consumers: int = 1,
+    stages: int = 2,
+    segment: int = 0,
+    ctas: int = 2,
+    *,
+    races: bool = False,
+) -> Any:
+    params = HopperLinearAttentionGradientParams(consumers, stages, TOKENS, segment, ctas)
+    cotangents = run.cotangents(inputs)
+    with machine(races=races):
+        return jax.block_until_ready(
+            jax.jit(lambda inputs, given: BACKEND.backward(inputs, None, given, params))(inputs, cotangents)
+        )
+
+
+def check_gradients(inputs: LinearAttentionInputs, found: Any, limit: float = 8e-3) -> None:
+    want = exact(inputs, run.cotangents(inputs))
+    errors = {name: relative_error(x, want[f"d_{name}"]) for name, x in found.items()}
+    assert found.keys() == set(inputs.gradients)
+    assert all(error < limit for error in errors.values()), errors
+
+
 @pytest.mark.parametrize("update", ["add", "delta"])
 @pytest.mark.parametrize("case", ["rows", "cum_seqlens", "seq_lengths"])
 def test_two_consumers(update: Any, case: Any):
@@ -79,9 +115,22 @@ def test_two_consumers(update: Any, case: Any):
     check(inputs, outputs(inputs, 2, 2, races=True))
 
 
+@pytest.mark.parametrize(("update", "case"), [("add", "seq_lengths"), ("delta", "cum_seqlens")])
+def test_gradients_of_two_consumers(update: Any, case: Any):
+    """Three chunks, the last of which is not full, in two stages; nothing races."""
+    inputs = inputs_of(
+        dataclasses.replace(
+            FULL, length=150, value_heads=2, key_dim=128, value_dim=128, update=update, sequences=case, state=True,
+            qk_l2norm=True,
+        )
+    )  # fmt: skip
+    check_gradients(inputs, gradients(inputs, 2, 2, races=True))
+
+
 def test_each_consumer_has_channels_of_its_own():
     inputs = inputs_of(dataclasses.replace(FULL, length=20, value_dim=128, update="add", gate="none"))
     check(inputs, outputs(inputs, 2))
+    check_gradients(inputs, gradients(inputs, 2))
 
 
 @pytest.mark.parametrize("segment", [1, 2])
@@ -101,6 +150,21 @@ def test_split_sequences(fields: Any, segment: int):
     """Segments of a chunk, and of two with a shorter one behind them, have the states that a whole pass has."""
     inputs = inputs_of(dataclasses.replace(FULL, value_heads=2, **fields))
     check(inputs, outputs(inputs, segment=segment))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"length": 200, "qk_l2norm": True, "state": True},
+        {"length": 200, "batch": 2, "sequences": "seq_lengths"},
+        {"length": 200, "update": "add", "sequences": "cum_seqlens", "state": True},
+    ],
+    ids=lambda fields: "-".join(str(each) for each in fields.values()),
+)
+def test_gradients_of_split_sequences(fields: Any):
+    """They go back through the maps of segments, the last one's only if there is a gradient behind it."""
+    inputs = inputs_of(dataclasses.replace(FULL, **fields))
+    check_gradients(inputs, gradients(inputs, segment=2, ctas=0))
 
 
 @pytest.mark.parametrize("update", ["add", "delta"])
@@ -124,6 +188,9 @@ def test_empty_sequences_pass_states_on():
             np.testing.assert_array_equal(got.state[empty], inputs.initial_state[empty])
         assert not np.any(got.out[:, :9])
         assert not np.any(got.out[:, 40:])
+        found = gradients(inputs, segment=segment)["initial_state"]
+        for empty in (0, 2, 3):
+            np.testing.assert_array_equal(found[empty], run.cotangents(inputs).state[empty])
 
 
 def test_blocks_of_values():
@@ -230,11 +297,11 @@ def test_what_it_does_not_serve(fields: Any):
     assert BACKEND.not_supported_reasons(structs, H100, "forward")
 
 
-def test_it_is_for_hopper_and_the_forward_pass():
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_it_is_for_hopper(direction: Any):
     structs = inputs_of(FULL).structs
-    assert not BACKEND.not_supported_reasons(structs, H100, "forward")
-    assert BACKEND.not_supported_reasons(structs, A100, "forward")
-    assert BACKEND.not_supported_reasons(structs, H100, "backward")
+    assert not BACKEND.not_supported_reasons(structs, H100, direction)
+    assert BACKEND.not_supported_reasons(structs, A100, direction)
 
 
 def test_params():
@@ -246,9 +313,17 @@ def test_params():
     assert listed_params(few, 132)[0].consumers == 1
     assert listed_params(one, 132)[0].segment
     assert not listed_params(many, 132)[0].segment
-    for inputs in (one, many, few):
-        for each in BACKEND.candidates(inputs, H100, "forward"):
-            assert not BACKEND.config_reasons(inputs, H100, "forward", each)
+    assert listed_gradient_params(one, 132)[0].segment
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for inputs, direction in itertools.product((one, many, few), directions):
+        candidates = list(BACKEND.candidates(inputs, H100, direction))
+        assert len(candidates) > 1
+        for each in candidates:
+            assert not BACKEND.config_reasons(inputs, H100, direction, each)
     for wrong in ({"consumers": 3}, {"segment": -1}, {"stages": 1}, {"consumers": True}):
         with pytest.raises(ValueError, match="must"):
             HopperLinearAttentionParams(**{"consumers": 1, "stages": 2, **wrong})
+        with pytest.raises(ValueError, match="must"):
+            HopperLinearAttentionGradientParams(**{"consumers": 1, "stages": 2, "tokens": TOKENS, **wrong})
+    with pytest.raises(TypeError, match="tokens must be"):
+        HopperLinearAttentionGradientParams(1, 2, cast(Any, 64))

@@ -246,6 +246,18 @@ def test_decays_to_nothing_and_of_nothing(run: Callable[..., Any]):
 
 
 @every_backend
+@pytest.mark.parametrize("gates", ["gated delta", "removal"])
+def test_decays_of_heads_to_nothing(run: Callable[..., Any], gates: str):
+    """Of one token, of two together, and by small steps: no factor of a state leaves the range of float32."""
+    args, options = case(gates, "one", tokens=5, batch=1).arguments()
+    decay = np.full((1, 5, 2), -1e-3, np.float32)
+    decay[0, 1, 0], decay[0, 3, 0] = -1000.0, -np.inf
+    decay[0, :, 1] = -12.0
+    got = run(*args, **options | {"log_decay": decay})
+    check(got, recurrence(*args, **options | {"log_decay": decay}))
+
+
+@every_backend
 def test_keys_without_a_length(run: Callable[..., Any]):
     args, options = case("gated delta", "one").arguments()
     args = (args[0], jnp.zeros_like(args[1]), *args[2:])
@@ -437,7 +449,7 @@ def test_reasons_and_params():
     assert len(wide) == 6
     assert "state_pool must have one of" in wide[3]
     assert "do not fit" in backend.config_reasons(
-        inputs(key_dim=128), H100, "forward", TritonStepParams(64, 2)
+        inputs(key_dim=128), H100, "forward", TritonStepParams(64, 1)
     )[0]  # fmt: skip
     for fields in itertools.product(
         (1, 96, 128, 2048), (1, 100, 256), ("kv", "vk"), ("float32", "bfloat16"), (1, 300)

@@ -15,6 +15,7 @@ from tests.kernels.conftest import H100
 from tests.kernels.linear_attention.conformance import (
     CASES,
     LinearAttentionConformance,
+    check_contained,
     exact,
     inputs_of,
     named,
@@ -247,6 +248,13 @@ def test_forward_mode():
     np.testing.assert_allclose(along, total, rtol=1e-4)
 
 
+def test_no_barrier_in_gradients():
+    """XLA for GPUs may write a fusion's results over an operand whose copy behind a barrier it has still to read."""
+    inputs = inputs_of(small(gate="channel"))
+    run = jax.jit(lambda inputs, cotangents: XlaLinearAttention().backward(inputs, None, cotangents, SEGMENTS))
+    assert "optimization_barrier" not in run.lower(inputs, TestXla().cotangents(inputs)).as_text()
+
+
 @pytest.mark.parametrize("size", [1, 2, 16, 64])
 def test_the_inverse_and_its_derivative(size: int):
     random = np.random.default_rng(size)
@@ -272,3 +280,34 @@ def test_long_rows_are_split_where_a_step_is_little_work():
     assert segment_chunks(inputs_of(small(length=8192, batch=64)), 64, H100) == 1
     packed = one.replace(initial_state=None, cum_seqlens=jnp.zeros(65, jnp.int32))
     assert segment_chunks(packed, 64, H100) == 2
+
+
+@pytest.mark.parametrize(
+    ("gate", "update", "params"),
+    [
+        ("none", "add", SERIAL), ("head", "delta", SERIAL), ("token", "delta", SEGMENTS), ("channel", "delta", SERIAL),
+        ("token", "removal", SERIAL), ("channel", "removal", SEGMENTS), ("channel", "bonus", SERIAL),
+    ],
+)  # fmt: skip
+def test_tokens_that_are_not_finite(gate: Any, update: Any, params: XlaLinearAttentionParams):
+    case = small(heads=2, value_heads=2, gate=gate, update=update)
+    check_contained(lambda inputs: forward(inputs, params), case, 21)
+
+
+@pytest.mark.parametrize("sequences", ["cum_seqlens", "segment_ids", "seq_lengths"])
+def test_a_sequence_that_is_not_finite_is_not_in_others(sequences: Any):
+    """Sequences begin in the middle of a chunk, also behind the one that has a NaN, and some are empty."""
+    case = small(sequences=sequences, batch=2 if sequences == "seq_lengths" else 1)
+    inputs = inputs_of(case)
+    packing = {"cum_seqlens": [2, 5, 5, 11, 36], "segment_ids": [[0] * 5 + [4] * 6 + [2] * 26], "seq_lengths": [9, 30]}
+    inputs = inputs.replace(**{sequences: jnp.asarray(packing[sequences], jnp.int32)})
+    sequence, at, end, state = (0, 7, 9, 0) if sequences == "seq_lengths" else (0, 7, 11, 2)
+    clean = forward(inputs, SERIAL)
+    found = forward(inputs.replace(beta=inputs.beta.at[sequence, at, 1].set(jnp.nan)), SERIAL)
+    reached = np.zeros(clean.out.shape, bool)
+    reached[sequence, at:end, 1] = True
+    np.testing.assert_array_equal(found.out, np.where(reached, np.nan, clean.out))
+    if clean.state is not None:
+        ends = np.zeros(clean.state.shape, bool)
+        ends[state, 1] = True
+        np.testing.assert_array_equal(found.state, np.where(ends, np.nan, clean.state))

@@ -1,22 +1,11 @@
-"""Checks that the convolution and its step share, and their split over mesh axes."""
+"""Checks that the convolution and its step share."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from tilewright.kernels.op.arguments import as_array, has_arithmetic, is_floating, to_32_bit
-from tilewright.kernels.op.inputs import OpInputs
-from tilewright.kernels.op.sharding import (
-    GradientParts,
-    Partitioning,
-    axis_names,
-    explicit_mesh,
-    typed_axes,
-    typed_spec,
-)
 
 
 def activation_of(activation: object) -> str | None:
@@ -65,50 +54,3 @@ def state_array(name: str, array: ArrayLike, shape: tuple[Any, ...], layout: str
             f"{found.dtype}{tuple(found.shape)}"
         )
     return to_32_bit(found, like.dtype)
-
-
-def partitioning_of(
-    inputs: OpInputs, layouts: Mapping[str, str], results: Any, split: str, allowed: str
-) -> Partitioning | None:
-    """The split over explicit axes that the arrays' types imply.
-
-    Args:
-      layouts: the dimensions of each array, a letter for each.
-      results: the same, in place of each array of the results.
-      split: the letters that may be split.
-      allowed: what these are, for errors.
-
-    Raises:
-      ValueError: another dimension is split, or one in two ways.
-    """
-    arrays = {name: array for name, array in inputs.arrays.items() if array is not None}
-    mesh = explicit_mesh(*arrays.values())
-    if mesh is None:
-        return None
-    described = ", ".join(f"{name}: {typed_spec(array)}" for name, array in arrays.items())
-    found: dict[str, Any] = {}
-    for name, array in arrays.items():
-        for letter, axes in zip(layouts[name], typed_axes(array), strict=True):
-            if axes is None:
-                continue
-            if letter not in split or found.setdefault(letter, axes) != axes:
-                raise ValueError(
-                    f"the arrays can be split by {allowed} alone, and alike ({described}); reshard {name} first"
-                )
-
-    def spec(layout: str) -> PartitionSpec:
-        return PartitionSpec(*(found.get(letter) for letter in layout))
-
-    used = [axis for axes in found.values() for axis in axis_names(axes)]
-
-    def gradient(name: str) -> GradientParts:
-        own = spec(layouts[name])
-        held = [axis for axes in own for axis in axis_names(axes)]
-        return GradientParts(own, tuple(axis for axis in used if axis not in held), typed_spec(arrays[name]))
-
-    return Partitioning(
-        mesh=mesh,
-        inputs=inputs.replace(**{name: spec(layouts[name]) for name in arrays}),
-        results=jax.tree.map(spec, results),
-        gradients={name: gradient(name) for name in arrays},
-    )

@@ -54,4 +54,4 @@ def convolution_on_explicit_axes(op: PortfolioKernel[Any, Any], inputs: ConvInpu
         return split_convolution(op, part, axis, cfg)
 
     results = ("btc", states) if inputs.return_state else ("btc",)
-    return on_explicit_axes(on_device, inputs, layouts, results, whole="wn")
+    return on_explicit_axes(on_device, inputs, layouts, results, {"b": "rows", "t": "tokens", "c": "channels"})

@@ -11,7 +11,6 @@ from jax.typing import ArrayLike
 
 from tilewright.kernels.causal_conv1d.arguments import (
     activation_of,
-    partitioning_of,
     state_array,
     tokens_array,
     weight_arrays,
@@ -25,7 +24,7 @@ from tilewright.kernels.op.cases import OpCases, generator_of
 from tilewright.kernels.op.contents import Check
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.public import public_function
-from tilewright.kernels.op.sharding import Partitioning
+from tilewright.kernels.op.sharding import Partitioning, SplitDimensions
 from tilewright.kernels.op.signatures import results
 from tilewright.kernels.sequences import num_sequences, sequence_arrays, sequence_contents
 from tilewright.kernels.split_sequences import splits_tokens
@@ -127,7 +126,8 @@ class CausalConv1d(PortfolioKernel[ConvInputs, ConvResults]):
         """By channels, and by rows of the batch with the states of their sequences."""
         states = "bcw" if inputs.cum_seqlens is None else "ncw"
         given = ConvResults("btc", states if inputs.return_state else None)  # type: ignore[arg-type]
-        return partitioning_of(inputs, _LAYOUTS | {"initial_state": states}, given, "bc", "rows and channels")
+        split = SplitDimensions.of(inputs, _LAYOUTS | {"initial_state": states}, {"b": "rows", "c": "channels"})
+        return None if split is None else split.partitioning(inputs, given)
 
 
 CAUSAL_CONV1D = CausalConv1d()

@@ -8,7 +8,6 @@ from jax.typing import ArrayLike
 
 from tilewright.kernels.causal_conv1d.arguments import (
     activation_of,
-    partitioning_of,
     state_array,
     tokens_array,
     weight_arrays,
@@ -22,7 +21,7 @@ from tilewright.kernels.op.choice import Choice
 from tilewright.kernels.op.portfolio import InferenceKernel
 from tilewright.kernels.op.public import public_function
 from tilewright.kernels.op.roofline import Cost
-from tilewright.kernels.op.sharding import Partitioning
+from tilewright.kernels.op.sharding import Partitioning, SplitDimensions
 from tilewright.kernels.state_pools import slot_arrays
 from tilewright.ops.kernel.arrays import struct_like
 from tilewright.ops.kernel.kernel import Invocation
@@ -100,7 +99,8 @@ class CausalConv1dStep(InferenceKernel[StepInputs, tuple[Any, Any]]):
 
     def partitioning(self, inputs: StepInputs) -> Partitioning | None:
         """By channels: a row may have any slot."""
-        return partitioning_of(inputs, _LAYOUTS, ("btc", "scw"), "c", "channels")
+        split = SplitDimensions.of(inputs, _LAYOUTS, {"c": "channels"})
+        return None if split is None else split.partitioning(inputs, ("btc", "scw"))
 
     def cost(self, inv: Invocation[Choice, Any]) -> Cost:
         """Bytes of the tokens and of their states, read and written."""

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
+from tilewright.kernels.linear_attention.partitioning import TOKENS, layouts_of
 from tilewright.kernels.op.portfolio import PortfolioKernel
 from tilewright.kernels.op.sharding import AxisName
 from tilewright.kernels.sequences import sequence_ids, without_padding
 from tilewright.kernels.split_sequences import Recurrence, StateMaps, on_explicit_axes
-
-_TOKENS = "bthx"
 
 
 def split_attention(op: PortfolioKernel[Any, Any], inputs: LinearAttentionInputs, axis: AxisName, cfg: object) -> Any:
@@ -21,21 +20,13 @@ def split_attention(op: PortfolioKernel[Any, Any], inputs: LinearAttentionInputs
 
 def attention_on_explicit_axes(op: PortfolioKernel[Any, Any], inputs: LinearAttentionInputs, cfg: object) -> Any:
     """The results of a call whose types split its tokens over explicit axes."""
-    states = "bhxx" if inputs.cum_seqlens is None else "nhxx"
-    layouts = dict.fromkeys(("query", "key", "value", "removal_read", "removal_write"), _TOKENS) | {
-        "log_decay": "h" if inputs.gate == "head" else "bth" if inputs.gate == "token" else _TOKENS,
-        "beta": "bth",
-        "bonus": "hx",
-        "initial_state": states,
-        "cum_seqlens": "n",
-        "seq_lengths": "b",
-    }
+    layouts = layouts_of(inputs)
 
     def on_device(part: LinearAttentionInputs, axis: AxisName) -> Any:
         return split_attention(op, part, axis, cfg)
 
-    results = (_TOKENS, states) if inputs.return_state else (_TOKENS,)
-    return on_explicit_axes(on_device, inputs, layouts, results, whole="xn")
+    results = (TOKENS, layouts["initial_state"]) if inputs.return_state else (TOKENS,)
+    return on_explicit_axes(on_device, inputs, layouts, results, {"b": "batch", "t": "tokens", "h": "heads"})
 
 
 def state_maps(

@@ -2,7 +2,8 @@
 """The triangular inverse of the delta rule in Triton, by programs of one warp.
 
   L     ``tril(β_i k_i · k_j, -1)`` of the tokens of a chunk, [64, 64]; the rows of what is not a token are 0
-  T0    ``(I + L)⁻¹``, lower triangular with ones on the diagonal: no gate is in it, since ``T = Γ ⊙ T0``
+  T0    ``(I + L)⁻¹``, lower triangular with ones on the diagonal: no gate is in it, since ``T = Γ ⊙ T0``; NaN from the
+        first row on whose row of L is not finite
 
 With X the inverse of the blocks of a size on the diagonal, and N the blocks of -L below them, ``X + X N X`` is that of
 the pairs of blocks. Merges begin at pairs of tokens, ``I - L``; up to 16 the four blocks on the diagonal are taken at
@@ -20,6 +21,8 @@ float32 an operand is the sum of three bfloat16, and of the nine products the si
 
 import triton
 import triton.language as tl
+
+from tilewright.kernels.linear_attention.gate_kernels import finite, first_broken
 
 SIZE = tl.constexpr(64)
 BLOCK = tl.constexpr(16)
@@ -167,6 +170,22 @@ def places(COUNT: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
+def first_broken_row(blocks, FIRST: tl.constexpr, STEP: tl.constexpr):
+    """The first row of a matrix with a number that is NaN or infinite in its blocks, STEP rows apart; else 64."""
+    b, i = tl.arange(0, blocks.shape[0]), tl.arange(0, blocks.shape[1])
+    row = (b * STEP + FIRST)[:, None, None] + i[None, :, None]
+    return tl.min(tl.where(tl.abs(blocks) < float("inf"), SIZE, row))
+
+
+@triton.jit
+def broken_rows(blocks, FIRST: tl.constexpr, row):
+    """Blocks on a diagonal, of which the first has the row FIRST, that are NaN from a row of the matrix on."""
+    b, i = tl.arange(0, blocks.shape[0]), tl.arange(0, blocks.shape[1])
+    of_block = (b * blocks.shape[1] + FIRST)[:, None, None] + i[None, :, None]
+    return tl.where(of_block < row, blocks, float("nan"))
+
+
+@triton.jit
 def store_diagonal(target, diagonal):
     """Stores the blocks [2, 32, 32] on the diagonal of a lower matrix [64, 64], and zeros above them."""
     HALF: tl.constexpr = SIZE // 2
@@ -211,9 +230,11 @@ def chunk_inverse(
             value_head = head * group + member
             strength = tl.load(beta + first * HV + value_head + i * HV, mask=inside, other=0.0).to(tl.float32)
             target = out + (chunk.to(tl.int64) * HV + value_head) * (SIZE * SIZE)
-            diagonal, lower_left = inverse_blocks(strength[:, None] * negative, out.dtype.element_ty == tl.float16)
-            store_diagonal(target, diagonal)
-            store_lower_left(target, lower_left)
+            lower = strength[:, None] * negative
+            broken = first_broken(lower, None)
+            diagonal, lower_left = inverse_blocks(finite(lower), out.dtype.element_ty == tl.float16)
+            store_diagonal(target, broken_rows(diagonal, 0, broken))
+            store_lower_left(target, broken_rows(lower_left, SIZE // 2, broken))
 
 
 @triton.jit
@@ -229,6 +250,8 @@ def invert_in_place(chunks, matrices, HV: tl.constexpr):
         diagonal = tl.load(target + places(BLOCKS, BLOCK, BLOCK))
         pairs = tl.load(target + BLOCK * SIZE + places(2, BLOCK, HALF))
         below = tl.load(target + HALF * SIZE + places(1, HALF, HALF))
-        diagonal, below = inverse_of_blocks(diagonal, pairs, below, False)
-        store_diagonal(target, diagonal)
-        store_lower_left(target, below)
+        broken = tl.minimum(first_broken_row(diagonal, 0, BLOCK), first_broken_row(pairs, BLOCK, HALF))
+        broken = tl.minimum(broken, first_broken_row(below, HALF, HALF))
+        diagonal, below = inverse_of_blocks(finite(diagonal), finite(pairs), finite(below), False)
+        store_diagonal(target, broken_rows(diagonal, 0, broken))
+        store_lower_left(target, broken_rows(below, HALF, broken))

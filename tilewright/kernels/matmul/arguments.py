@@ -1,7 +1,7 @@
 """Checks of the arguments of all matmuls."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from tilewright.kernels.matmul.inputs import SCALE_BLOCK
+from tilewright.kernels.numerics.dots import result_dtype
 from tilewright.kernels.op.arguments import apply, as_array, is_floating, is_integer, to_int32
 from tilewright.kernels.op.contents import Check, Finder, Given, shape_of
 from tilewright.kernels.op.sharding import typed_axes
@@ -90,6 +91,13 @@ def _shown(numbers: np.ndarray) -> str:
 
 
 CONTENTS: Mapping[str, Check] = MappingProxyType({"group_sizes": _sizes})
+
+
+def scaled_dtype(preferred: Any, scales: Iterable[object], *dtypes: Any) -> np.dtype:
+    """The dtype of a result: the preferred one, or that of the operands; bfloat16 for those of 8 bits with scales."""
+    has_scales = any(scale is not None for scale in scales)
+    narrow = has_scales and preferred is None and 1 in (dtype.itemsize for dtype in dtypes)
+    return result_dtype(jnp.bfloat16 if narrow else preferred, *dtypes)
 
 
 def scale_array(

@@ -39,8 +39,8 @@ class MatmulInputs(OpInputs):
       up: as rhs, of a gated op; ``None`` to multiply only with rhs.
       group_sizes: ``None`` for one matrix that all rows are multiplied with.
       group_offset: the group of the first matrix, possibly none that exists; ``None`` for 0.
-      lhs_scale, rhs_scale: ``None``, a scalar, or a scale for each block, in the layout of its operand; with groups and
-        without a gate alone.
+      lhs_scale, rhs_scale: ``None``, a scalar, or a scale for each block, in the layout of its operand; without a gate
+        alone.
       activation: of a gated op.
       transpose_lhs: only without groups and without a gate.
       fills: False where results of rows without a matrix may be anything, and not zeros.
@@ -158,4 +158,16 @@ class MatmulInputs(OpInputs):
             lhs=reshape(self.lhs, (self.rows, self.k)),
             **{name: apply(lambda x: x[None], x) for name, x in self.weights.items()},
             group_sizes=apply(lambda _: jnp.full((1,), self.rows, jnp.int32), self.lhs),
+            lhs_scale=_of_rows(self.lhs_scale, self.rows),
+            rhs_scale=_stacked(self.rhs_scale),
         )
+
+
+def _of_rows(scale: Any, rows: int) -> Any:
+    """The scale of ``[..., k]`` as that of ``[rows, k]``."""
+    return scale if scale is None or not scale.shape else reshape(scale, (rows, scale.shape[-1]))
+
+
+def _stacked(scale: Any) -> Any:
+    """The scale of a matrix as that of one of several."""
+    return scale if scale is None or not scale.shape else apply(lambda x: x[None], scale)

@@ -25,8 +25,9 @@ def matmul_reference(inputs: MatmulInputs) -> Any:
 
 
 def _product(inputs: MatmulInputs, dtype: Any) -> Any:
-    lhs = _scaled(inputs.lhs.astype(dtype), inputs.lhs_scale, (1,))
-    rhs = _scaled(inputs.rhs.astype(dtype), inputs.rhs_scale, (1, 2))
+    matrix = len(inputs.rhs.shape) - 2
+    lhs = _scaled(inputs.lhs.astype(dtype), inputs.lhs_scale, inputs.k_axes[:1])
+    rhs = _scaled(inputs.rhs.astype(dtype), inputs.rhs_scale, (matrix, matrix + 1))
     rhs = rhs.swapaxes(-1, -2) if inputs.transpose_rhs else rhs
     if inputs.group_sizes is None:
         return jnp.matmul(lhs.T if inputs.transpose_lhs else lhs, rhs, precision=inputs.precision)

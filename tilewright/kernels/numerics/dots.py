@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from tilewright.kernels.op.arguments import is_floating
+from tilewright.ops.utils.device import current_device
 
 
 def accumulator(*dtypes: Any) -> np.dtype:
@@ -22,8 +23,10 @@ def dot(
     lhs: Array, rhs: Array, contracting: tuple[int | Sequence[int], int | Sequence[int]], precision: Any, dtype: Any
 ) -> Array:
     """The sum over axes of either operand, of products in the wider of their dtypes, summed in ``dtype``."""
-    # Numbers of 8 bits are exact in bfloat16, which every device multiplies.
-    lhs, rhs = (x.astype(jnp.bfloat16) if x.dtype.itemsize == 1 else x for x in (lhs, rhs))
+    # Numbers of 8 bits are exact in bfloat16, which accelerators multiply. XLA for CPUs fails where it moves a
+    # transpose of them behind the conversion (jaxlib 0.12.0: "Unsupported element type for DotThunk").
+    multiplied = jnp.float32 if current_device().kind == "cpu" else jnp.bfloat16
+    lhs, rhs = (x.astype(multiplied) if x.dtype.itemsize == 1 else x for x in (lhs, rhs))
     wide = jnp.promote_types(lhs.dtype, rhs.dtype)
     axes = [(each,) if isinstance(each, int) else tuple(each) for each in contracting]
     return lax.dot_general(lhs.astype(wide), rhs.astype(wide), ((axes[0], axes[1]), ((), ())), precision, dtype)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -117,6 +118,82 @@ def leading_partitioning(inputs: object, core_dims: Mapping[str, int]) -> Partit
         results=PartitionSpec(*split),
         gradients={name: gradient(name) for name in arrays},
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitDimensions:
+    """The dimensions of a call's arrays, each of which explicit axes of a mesh split alike wherever it is not whole.
+
+    Attributes:
+      arrays: those of the call, by name.
+      layouts: a letter for each dimension of an array, by name.
+      axes: the mesh axes by the letter of what they split.
+    """
+
+    mesh: AbstractMesh | Mesh
+    arrays: Mapping[str, Any]
+    layouts: Mapping[str, str]
+    axes: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, inputs: OpInputs, layouts: Mapping[str, str], allowed: Mapping[str, str]) -> "SplitDimensions | None":
+        """The split that the types of the arrays imply; None if they are on no explicit mesh.
+
+        Args:
+          allowed: the dimensions that may be split: their names, for errors, by letter.
+
+        Raises:
+          ValueError: another dimension is split, one in two ways, or two by one axis.
+        """
+        arrays = {name: array for name, array in inputs.arrays.items() if array is not None}
+        mesh = explicit_mesh(*arrays.values())
+        if mesh is None:
+            return None
+        split: dict[str, Any] = {}
+        for name, array in arrays.items():
+            for letter, axes in zip(layouts[name], typed_axes(array), strict=True):
+                if axes is None:
+                    continue
+                others = {each for other, found in split.items() if other != letter for each in axis_names(found)}
+                if letter not in allowed or split.setdefault(letter, axes) != axes or others & set(axis_names(axes)):
+                    text = ", ".join(f"{name}: {typed_spec(array)}" for name, array in arrays.items())
+                    raise ValueError(
+                        f"arrays must be split alike or be whole, and by {' and '.join(allowed.values())} alone "
+                        f"({text}); reshard {name} first"
+                    )
+        return cls(mesh, arrays, layouts, split)
+
+    def spec(self, letters: str) -> PartitionSpec:
+        """The split of an array of such dimensions."""
+        return PartitionSpec(*map(self.axes.get, letters))
+
+    @property
+    def specs(self) -> dict[str, PartitionSpec]:
+        """The split of the call's arrays as a device gets them."""
+        return {name: self.spec(self.layouts[name]) for name in self.arrays}
+
+    def devices(self, letter: str) -> int:
+        """The number of parts of a dimension."""
+        return math.prod(self.mesh.shape[name] for name in axis_names(self.axes.get(letter)))
+
+    def partitioning(self, inputs: OpInputs, results: Any) -> Partitioning:
+        """The partitioning of the call, whose gradients are summed over the devices that have the same part.
+
+        Args:
+          results: the letters of the results' dimensions, in their places.
+        """
+        used = [name for axes in self.axes.values() for name in axis_names(axes)]
+
+        def gradient(name: str, own: PartitionSpec) -> GradientParts:
+            held = [each for axes in own for each in axis_names(axes)]
+            return GradientParts(own, tuple(each for each in used if each not in held), typed_spec(self.arrays[name]))
+
+        return Partitioning(
+            mesh=self.mesh,
+            inputs=inputs.replace(**self.specs),
+            results=jax.tree.map(self.spec, results),
+            gradients={name: gradient(name, own) for name, own in self.specs.items()},
+        )
 
 
 def argument_of(path: tuple[Any, ...]) -> str:

@@ -1,123 +1,62 @@
 """The split of a selective scan over explicit mesh axes: by rows of the batch and by channels."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from jax.sharding import PartitionSpec as P
-
-from tilewright.kernels.op.sharding import (
-    GradientParts,
-    Partitioning,
-    axis_names,
-    explicit_mesh,
-    typed_axes,
-    typed_spec,
-)
+from tilewright.kernels.op.sharding import Partitioning, SplitDimensions
 from tilewright.kernels.selective_scan.inputs import ScanResults, SelectiveScanInputs, SelectiveScanStepInputs
 
-
-class Split:
-    """The mesh axes of rows and of channels, from the types of a call's arrays.
-
-    Args:
-      arrays: by name.
-      dimensions: by name, what each dimension is: "rows", "channels", "groups" or "" for what must be whole.
-
-    Raises:
-      ValueError: another dimension is split, or one in two ways.
-    """
-
-    def __init__(self, arrays: dict[str, Any], dimensions: dict[str, tuple[str, ...]], groups: int) -> None:
-        self.arrays = {name: array for name, array in arrays.items() if array is not None}
-        self.dimensions, self.groups = dimensions, groups
-        self.mesh = explicit_mesh(*self.arrays.values())
-        self.axes: dict[str, Any] = {}
-        if self.mesh is None:
-            return
-        described = ", ".join(f"{name}: {typed_spec(array)}" for name, array in self.arrays.items())
-        for name, array in self.arrays.items():
-            for what, axes in zip(dimensions[name], typed_axes(array), strict=True):
-                kind = "channels" if what == "groups" and groups > 1 else what
-                if axes is None:
-                    continue
-                if kind not in ("rows", "channels") or self.axes.setdefault(kind, axes) != axes:
-                    raise ValueError(
-                        "a selective scan can be split by rows of the batch and by channels alone, and all arrays alike"
-                        f" ({described}); reshard {name} first"
-                    )
-        devices = 1
-        for axis in axis_names(self.axes.get("channels")):
-            devices *= self.mesh.shape[axis]
-        if groups > 1 and groups % devices:
-            raise ValueError(f"{groups} groups of B and C cannot be split over {devices} devices ({described})")
-
-    def spec(self, name: str) -> P:
-        """The split of an array as the devices get it."""
-        return self.of(*self.dimensions[name])
-
-    def of(self, *dimensions: str) -> P:
-        """The split of an array of these dimensions."""
-        by_kind = self.axes | {"groups": self.axes.get("channels") if self.groups > 1 else None}
-        return P(*(by_kind.get(what) for what in dimensions))
-
-    def gradient(self, name: str) -> GradientParts:
-        """The gradient of an array, summed over the devices that have the same part of it."""
-        spec = self.spec(name)
-        own = {axis for axes in spec for axis in axis_names(axes)}
-        used = [axis for axes in self.axes.values() for axis in axis_names(axes)]
-        return GradientParts(spec, tuple(a for a in used if a not in own), typed_spec(self.arrays[name]))
-
-
 SCAN = {
-    **dict.fromkeys(("u", "delta", "z"), ("rows", "", "channels")),
-    "A": ("channels", ""),
-    **dict.fromkeys(("B", "C"), ("rows", "", "groups", "")),
-    **dict.fromkeys(("D", "delta_bias"), ("channels",)),
-    "initial_state": ("rows", "channels", ""),
-    "cum_seqlens": ("",),
-    "segment_ids": ("rows", ""),
-    "seq_lengths": ("rows",),
+    **dict.fromkeys(("u", "delta", "z"), "btc"),
+    "A": "cx",
+    **dict.fromkeys(("B", "C"), "btgx"),
+    **dict.fromkeys(("D", "delta_bias"), "c"),
+    "initial_state": "bcx",
+    "cum_seqlens": "n",
+    "segment_ids": "bt",
+    "seq_lengths": "b",
 }
+"""The dimensions of arrays: batch, tokens, channels, groups of these, elements of a state, and sequences."""
 
 STEP = {
-    "state_pool": ("", "channels", ""),
-    **dict.fromkeys(("u", "delta", "z"), ("rows", "channels")),
-    "A": ("channels", ""),
-    **dict.fromkeys(("B", "C"), ("rows", "groups", "")),
-    **dict.fromkeys(("D", "delta_bias"), ("channels",)),
-    **dict.fromkeys(("state_indices", "write_indices"), ("",)),
+    "state_pool": "scx",
+    **dict.fromkeys(("u", "delta", "z"), "bc"),
+    "A": "cx",
+    **dict.fromkeys(("B", "C"), "bgx"),
+    **dict.fromkeys(("D", "delta_bias"), "c"),
+    **dict.fromkeys(("state_indices", "write_indices"), "b"),
 }
+"""The same of a step, with slots of a pool."""
+
+
+def split_of(
+    inputs: SelectiveScanInputs | SelectiveScanStepInputs, layouts: Mapping[str, str], allowed: Mapping[str, str]
+) -> SplitDimensions | None:
+    """The split of a call, whose groups are split as its channels are, if there are several."""
+    if inputs.groups > 1:
+        layouts = {name: letters.replace("g", "c") for name, letters in layouts.items()}
+    split = SplitDimensions.of(inputs, layouts, allowed)
+    if split is not None and inputs.groups > 1 and inputs.groups % split.devices("c"):
+        raise ValueError(f"{inputs.groups} groups of B and C cannot be split over {split.devices('c')} devices")
+    return split
 
 
 def scan_partitioning(inputs: SelectiveScanInputs) -> Partitioning | None:
     """The split of a scan; of a packed row by channels."""
-    dimensions = SCAN
+    layouts, allowed = SCAN, {"b": "rows of the batch", "c": "channels"}
     if inputs.cum_seqlens is not None:
         # The one row is no dimension that could be split, and the states are of sequences in it.
-        dimensions = {name: tuple("" if each == "rows" else each for each in dims) for name, dims in SCAN.items()}
-    split = Split(inputs.arrays, dimensions, inputs.groups)
-    if split.mesh is None:
+        layouts, allowed = SCAN | {"initial_state": "ncx"}, {"c": "channels"}
+    split = split_of(inputs, layouts, allowed)
+    if split is None:
         return None
-    rows = "" if inputs.cum_seqlens is not None else "rows"
-    states: Any = split.of(rows, "channels", "")
-    out: Any = split.of(rows, "", "channels")
-    chunk_states: Any = split.of(rows, "", "channels", "")
-    return Partitioning(
-        mesh=split.mesh,
-        inputs=inputs.replace(**{name: split.spec(name) for name in split.arrays}),
-        results=ScanResults(out, states if inputs.return_state else None, chunk_states if inputs.keeps else None),
-        gradients={name: split.gradient(name) for name in split.arrays},
-    )
+    states: Any = layouts["initial_state"] if inputs.return_state else None
+    chunk_states: Any = "btcx" if inputs.keeps else None
+    out: Any = "btc"
+    return split.partitioning(inputs, ScanResults(out, states, chunk_states))
 
 
 def step_partitioning(inputs: SelectiveScanStepInputs) -> Partitioning | None:
     """The split of a step, by channels: any row may have any slot of the pool."""
-    dimensions = {name: tuple("" if each == "rows" else each for each in dims) for name, dims in STEP.items()}
-    split = Split(inputs.arrays, dimensions, inputs.groups)
-    if split.mesh is None:
-        return None
-    return Partitioning(
-        mesh=split.mesh,
-        inputs=inputs.replace(**{name: split.spec(name) for name in split.arrays}),
-        results=(split.of("", "channels"), split.of("", "channels", "")),
-        gradients={},
-    )
+    split = split_of(inputs, STEP, {"c": "channels"})
+    return None if split is None else split.partitioning(inputs, ("bc", "scx"))

@@ -109,7 +109,7 @@ def _interpreted(function: Callable[..., Any]) -> Any:
 def _language(interpreter: ModuleType, meanings: Mapping[str, Callable[[np.ndarray], np.ndarray]]) -> Iterator[None]:
     """Patches ``triton.language`` with the interpreter's operations; ``@triton.jit`` functions can call each other.
 
-    ``meanings`` maps the text of inline assembly, of one operand and one result, to its NumPy equivalent: ``MEANINGS``
+    ``meanings`` maps the text of inline assembly, of one result, to its NumPy equivalent: ``MEANINGS``
     in the module of a kernel.
     """
     import triton.language as tl
@@ -144,8 +144,9 @@ def _builder(interpreter: ModuleType, meanings: Mapping[str, Callable[[np.ndarra
     def create_fp_to_fp(source: Handle, to: TritonType, rounding: Handle) -> Any:
         if to.scalar in narrow:
             # Triton 3.6 loses the carry of a significand that is rounded up to the next power of two.
-            data = _promoted(source.data, source.dtype.scalar == tl.bfloat16)
-            return handle(data.astype(narrow[to.scalar]).view(np.uint8), to.scalar)
+            data, kind = _promoted(source.data, source.dtype.scalar == tl.bfloat16), narrow[to.scalar]
+            largest = float(ml_dtypes.finfo(kind).max)  # the instruction is cvt.rn.satfinite
+            return handle(np.clip(data, -largest, largest).astype(kind).view(np.uint8), to.scalar)
         if tl.bfloat16 in (source.dtype.scalar, to.scalar):
             return cast_impl(source, to)
         return type(builder).create_fp_to_fp(builder, source, to, rounding)
@@ -169,8 +170,8 @@ def _builder(interpreter: ModuleType, meanings: Mapping[str, Callable[[np.ndarra
     ) -> Any:
         if text not in meanings:
             raise NotImplementedError(f"MEANINGS of the kernel's module has no equivalent of this assembly: {text}")
-        (operand,), (kind,) = operands, kinds
-        result = handle(meanings[text](operand.data), kind.scalar)
+        (kind,) = kinds
+        result = handle(meanings[text](*(operand.data for operand in operands)), kind.scalar)
         return types.SimpleNamespace(get_result=lambda index: result)
 
     def create_splat(block: TritonType, scalar: Handle) -> Any:

@@ -1,13 +1,21 @@
 """The Hopper backend of linear attention with one decay per head."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Never
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import jax
 
 from tilewright.kernels.hopper.device import device_reasons, num_sms
-from tilewright.kernels.linear_attention.chunks import chunk_reasons
-from tilewright.kernels.linear_attention.hopper.call import forward, forward_call
-from tilewright.kernels.linear_attention.hopper.forward import footprint
-from tilewright.kernels.linear_attention.hopper.params import HopperLinearAttentionParams, listed_params
+from tilewright.kernels.linear_attention.chunks import chunk_reasons, chunk_table
+from tilewright.kernels.linear_attention.hopper import tokens
+from tilewright.kernels.linear_attention.hopper.call import Params, backward, forward, pass_call, token_call
+from tilewright.kernels.linear_attention.hopper.params import (
+    HopperLinearAttentionGradientParams,
+    HopperLinearAttentionParams,
+    listed_gradient_params,
+    listed_params,
+)
+from tilewright.kernels.linear_attention.hopper.plan import PassCall, Task, footprint
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
 from tilewright.kernels.op.backend import Backend
 from tilewright.kernels.op.choice import Platform
@@ -19,7 +27,14 @@ from tilewright.ops.types import Device, Direction
 KEY_DIMS = (64, 128)
 
 
-class HopperLinearAttention(Backend[LinearAttentionInputs, LinearAttentionResults, HopperLinearAttentionParams, Never]):
+class HopperLinearAttention(
+    Backend[
+        LinearAttentionInputs,
+        LinearAttentionResults,
+        HopperLinearAttentionParams,
+        HopperLinearAttentionGradientParams,
+    ]
+):
     """Serves sums and delta rules with a decay for each head, or none, in bfloat16; repeats bit for bit.
 
     States are float32 accumulators, which matmuls read rounded. Norms of queries and keys are not rounded.
@@ -28,17 +43,14 @@ class HopperLinearAttention(Backend[LinearAttentionInputs, LinearAttentionResult
     name: ClassVar[str] = "hopper"
     platform: ClassVar[Platform] = Platform.PALLAS
     forward_params: ClassVar[type] = HopperLinearAttentionParams
+    backward_params: ClassVar[type] = HopperLinearAttentionGradientParams
     late_import: ClassVar[str] = "triton"
     keeps_lowering: ClassVar[bool] = True
-    serves: ClassVar[Mapping[Direction, frozenset[str]]] = {
-        "forward": frozenset(
-            {"log_decay", "beta", "initial_state", "cum_seqlens", "seq_lengths", "qk_l2norm", "l2norm_eps"}
-        )
-    }
+    serves: ClassVar[frozenset[str]] = frozenset(
+        {"log_decay", "beta", "initial_state", "cum_seqlens", "seq_lengths", "qk_l2norm", "l2norm_eps"}
+    )
 
     def reasons(self, inputs: LinearAttentionInputs, device: Device, direction: Direction) -> list[str]:
-        if direction == "backward":
-            return ["it has no gradients"]
         reasons = device_reasons(device) or unavailable(device)
         for name in ("query", "key", "value"):
             if (dtype := inputs.arrays[name].dtype.name) != "bfloat16":
@@ -56,14 +68,13 @@ class HopperLinearAttention(Backend[LinearAttentionInputs, LinearAttentionResult
         reasons += chunk_reasons(inputs)
         return reasons
 
-    def candidates(
-        self, inputs: LinearAttentionInputs, device: Device, direction: Direction
-    ) -> Iterable[HopperLinearAttentionParams]:
-        every = listed_params(inputs, num_sms(device))
+    def candidates(self, inputs: LinearAttentionInputs, device: Device, direction: Direction) -> Iterable[Params]:
+        listed = listed_params if direction == "forward" else listed_gradient_params
+        every: list[Params] = [*listed(inputs, num_sms(device))]
         return [each for each in every if not self.config_reasons(inputs, device, direction, each)]
 
     def config_reasons(
-        self, inputs: LinearAttentionInputs, device: Device, direction: Direction, params: HopperLinearAttentionParams
+        self, inputs: LinearAttentionInputs, device: Device, direction: Direction, params: Params
     ) -> list[str]:
         maps = inputs.key_dim if params.segment and inputs.beta is not None else 0
         if inputs.value_dim % (64 * params.consumers) or maps % (64 * params.consumers):
@@ -71,16 +82,33 @@ class HopperLinearAttention(Backend[LinearAttentionInputs, LinearAttentionResult
         return launch_reasons(self.footprints(inputs, device, direction, params), device)
 
     def footprints(
-        self, inputs: LinearAttentionInputs, device: Device, direction: Direction, params: HopperLinearAttentionParams
+        self, inputs: LinearAttentionInputs, device: Device, direction: Direction, params: Params
     ) -> Sequence[Footprint]:
-        both = (False, True) if params.segment else (False,)
-        calls = [forward_call(inputs, params, inputs.sequences, maps=maps) for maps in both]
-        return [footprint(call, inputs.value.dtype) for call in calls]
+        found = [footprint(call, inputs.value.dtype) for call in _calls(inputs, direction, params)]
+        if isinstance(params, HopperLinearAttentionGradientParams) and params.ctas and inputs.beta is not None:
+            table = jax.eval_shape(
+                lambda inputs: chunk_table(inputs.batch, inputs.length, cum_seqlens=inputs.cum_seqlens), inputs
+            )
+            call = token_call(inputs, table.num_chunks, params.ctas)
+            found.append(tokens.footprint(call, inputs.value.dtype))
+        return found
 
     def forward(self, inputs: LinearAttentionInputs, params: HopperLinearAttentionParams) -> LinearAttentionResults:
         return run_with_sequential_vmap(lambda inputs: forward(inputs, params), inputs)
 
     def backward(
-        self, inputs: LinearAttentionInputs, results: Any, cotangents: LinearAttentionResults, params: Never
+        self,
+        inputs: LinearAttentionInputs,
+        results: Any,
+        cotangents: LinearAttentionResults,
+        params: HopperLinearAttentionGradientParams,
     ) -> dict[str, Any]:
-        raise NotImplementedError
+        return run_with_sequential_vmap(lambda given: backward(*given, params), (inputs, cotangents))
+
+
+def _calls(inputs: LinearAttentionInputs, direction: Direction, params: Params) -> list[PassCall]:
+    """The kernels with states of a call."""
+    tasks: list[Task] = ["out"] if direction == "forward" else ["states", "gradients"]
+    found = [pass_call(inputs, params, inputs.sequences, task) for task in tasks]
+    maps = [pass_call(inputs, params, inputs.sequences, "states", stored=False)] if params.segment else []
+    return [*found, *maps]

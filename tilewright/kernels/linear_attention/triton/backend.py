@@ -14,7 +14,6 @@ from tilewright.kernels.linear_attention.triton import calls, channel_calls, rem
 from tilewright.kernels.linear_attention.triton.params import (
     TritonLinearAttentionParams,
     footprints,
-    has_wgmma,
     listed_params,
 )
 from tilewright.kernels.op.backend import Backend
@@ -72,10 +71,6 @@ class TritonLinearAttention(
                 reasons.append(f"{name} must be one of {DTYPES}, got {array.dtype}")
         if inputs.gate != "channel" and (inputs.bonus is not None or inputs.removal is not None):
             reasons.append("with a bonus or a removal it needs a decay of each channel of the keys")
-        if direction == "backward" and inputs.gate == "channel" and has_wgmma(device):
-            # On an H200 the gradients of queries were 8 % from those of XLA in one call of two; interpreted, from the
-            # same arrays, they are right. Until a card has told which of both is wrong there, it is not served.
-            reasons.append("its gradients with decays of channels are not proven on devices with warpgroup matmuls")
         if inputs.only_maps and direction == "backward":
             reasons.append("it has no gradients of what tokens make of states")
         if inputs.only_maps and inputs.gate == "channel" and inputs.map_shape[-1] > MAX_DIM:

@@ -1,97 +1,19 @@
 """The passes of linear attention over chunks, by launches of Triton kernels."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from tilewright.kernels.linear_attention import segments
-from tilewright.kernels.linear_attention.chunks import CHUNK, ChunkTable, chunk_table, segment_table
-from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults, l2_normalized
+from tilewright.kernels.linear_attention.chunks import CHUNK, chunk_table, segment_table
+from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
 from tilewright.kernels.linear_attention.inverse import chunk_inverse
-from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, TritonPass
+from tilewright.kernels.linear_attention.passes.chunks import Chunks, TritonPass, absent, block_k, normalized
+from tilewright.kernels.linear_attention.passes.gradients import StatePasses, local_gradients, token_gradients
+from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams
 from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
-from tilewright.kernels.triton.matmul import tl_precision
-
-
-def operand_dtype(dtype: DTypeLike) -> Any:
-    """The dtype of operands of matmuls: float16 values are in TensorFloat-32, which has its digits and more range."""
-    return jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
-
-
-def normalized(inputs: LinearAttentionInputs, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys as the kernels read them, in their dtype."""
-    if not inputs.qk_l2norm:
-        return query, key
-    wide = (l2_normalized(x.astype(jnp.float32), inputs.l2norm_eps) for x in (query, key))
-    first, second = (x.astype(query.dtype) for x in wide)
-    return first, second
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunks:
-    """A call, by chunks.
-
-    Attributes:
-      gamma, inverse: see ``forward_kernels``; without elements where there is no decay, or no delta rule.
-    """
-
-    inputs: LinearAttentionInputs
-    table: ChunkTable
-    query: jax.Array
-    key: jax.Array
-    gamma: jax.Array
-    inverse: jax.Array
-
-    @property
-    def rows(self) -> int:
-        return self.inputs.batch * self.inputs.length
-
-    @property
-    def operand(self) -> Any:
-        return operand_dtype(self.inputs.value.dtype)
-
-    def constants(self, tile: TritonPass, block_k: int, *, states: bool = False, scale: bool = False) -> dict[str, Any]:
-        """The constants of a pass; ``states`` and ``scale`` for the kernels that have them."""
-        inputs = self.inputs
-        found: dict[str, Any] = {
-            "H": inputs.heads,
-            "HV": inputs.value_heads,
-            "K": inputs.key_dim,
-            "V": inputs.value_dim,
-            "BLOCK_K": block_k,
-            "BLOCK_V": min(tile.block_v, power_of_two(inputs.value_dim, MIN_DOT)),
-            "GATE": inputs.log_decay is not None,
-            "PRECISION": tl_precision(),
-        }
-        if states:
-            found |= {"DELTA": inputs.beta is not None}
-        return found | ({"SCALE": float(inputs.scale)} if scale else {})
-
-    def struct(self, dtype: DTypeLike, *shape: int, present: bool = True) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of an output; without elements if it is not ``present``."""
-        return jax.ShapeDtypeStruct(shape if present else (0,), dtype)
-
-    def states(self, dtype: DTypeLike, *, present: bool = True) -> jax.ShapeDtypeStruct:
-        inputs = self.inputs
-        shape = self.table.num_chunks, inputs.value_heads, inputs.key_dim, inputs.value_dim
-        return self.struct(dtype, *shape, present=present)
-
-    def pairs(self) -> jax.ShapeDtypeStruct:
-        """A number for each pair of tokens of a chunk."""
-        return self.struct(self.operand, self.table.num_chunks, self.inputs.value_heads, CHUNK, CHUNK)
-
-    def blocks(self, constants: dict[str, Any]) -> int:
-        """Blocks of V."""
-        return -(-self.inputs.value_dim // constants["BLOCK_V"])
-
-
-def absent(array: jax.Array | None) -> jax.Array:
-    """The array, or a stand-in that no kernel reads."""
-    return jnp.zeros((0,), jnp.float32) if array is None else array
 
 
 def chunked(inputs: LinearAttentionInputs) -> Chunks:
@@ -214,113 +136,13 @@ def backward(
     inputs: LinearAttentionInputs, cotangents: LinearAttentionResults, params: TritonLinearAttentionParams
 ) -> dict[str, Any]:
     """Gradients by name, of all that is differentiable; the states are computed again."""
-    from tilewright.kernels.linear_attention.triton import backward_kernels as kernels
-
     chunks = chunked(inputs)
     states, updates, _, split = state_pass(chunks, params, final=False)
     d_out = jnp.zeros_like(inputs.value) if cotangents.out is None else cotangents.out
-    d_updates, pairs, diagonal = _local_gradients(chunks, d_out, updates, params.tokens)
+    d_updates, pairs, diagonal = local_gradients(chunks, d_out, updates, params.tokens)
     d_updates, d_states, d_initial = _state_gradients(chunks, d_out, d_updates, cotangents.state, params.states, split)
-    delta, gate = inputs.beta is not None, inputs.log_decay is not None
-    tile = params.tokens
-    constants = chunks.constants(tile, block_k(inputs))
-    shares = -(-inputs.key_dim // constants["BLOCK_K"])
-    per_token = (shares, *inputs.value.shape[:3])
-    launched: dict[str, Any] = {
-        "grid": [chunks.table.num_chunks * inputs.heads * shares],
-        "scalars": {"rows_of_all": chunks.rows},
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
-    d_query, d_sums = launch(
-        kernels.query_gradients,
-        [chunks.query, chunks.key, d_out, states, chunks.gamma, chunks.table.chunks, pairs, diagonal],
-        [
-            chunks.struct(inputs.query.dtype, *inputs.query.shape),
-            chunks.struct(jnp.float32, *per_token, present=gate),
-        ],
-        constants=constants | {"SCALE": float(inputs.scale)},
-        **launched,
-    )
-    d_value, erasing, by_strength = d_updates, absent(None), absent(None)
-    if delta:
-        d_value, erasing, by_strength = _pair_gradients(chunks, updates, d_updates, tile)
-    d_key, d_beta, d_decay = launch(
-        kernels.key_gradients,
-        [
-            chunks.query, chunks.key, absent(inputs.beta), updates, d_updates, states, d_states, chunks.gamma,
-            chunks.table.chunks, pairs, diagonal, erasing, d_sums, by_strength,
-        ],
-        [
-            chunks.struct(inputs.key.dtype, *inputs.key.shape),
-            chunks.struct(jnp.float32, *per_token, present=delta),
-            chunks.struct(jnp.float32, *per_token, present=gate),
-        ],
-        constants=constants | {"DELTA": delta},
-        **launched,
-    )  # fmt: skip
-    if inputs.qk_l2norm:
-        d_query, d_key = normalized_gradients(inputs, d_query, d_key)
-    found = {"query": d_query, "key": d_key, "value": d_value, "initial_state": d_initial}
-    if delta:
-        found["beta"] = d_beta.sum(0)
-    if gate:
-        d_decay = d_decay.sum(0)
-        found["log_decay"] = d_decay.sum((0, 1)) if inputs.gate == "head" else d_decay
-    return {name: found[name].astype(getattr(inputs, name).dtype) for name in inputs.gradients}
-
-
-def block_k(inputs: LinearAttentionInputs) -> int:
-    """Channels of keys of a step."""
-    widest = 64 if operand_dtype(inputs.value.dtype) == jnp.bfloat16 else 32
-    return min(power_of_two(inputs.key_dim, MIN_DOT), widest)
-
-
-def _local_gradients(
-    chunks: Chunks, d_out: jax.Array, updates: jax.Array, tile: TritonPass
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Pᵀ dO, and Y with its diagonal apart."""
-    from tilewright.kernels.linear_attention.triton import backward_kernels as kernels
-
-    inputs = chunks.inputs
-    constants = chunks.constants(tile, block_k(inputs), scale=True)
-    d_updates, pairs, diagonal = launch(
-        kernels.local_gradients,
-        [chunks.query, chunks.key, updates, d_out, chunks.gamma, chunks.table.chunks],
-        [
-            chunks.struct(chunks.operand, *inputs.value.shape),
-            chunks.pairs(),
-            chunks.struct(jnp.float32, *inputs.value.shape[:3]),
-        ],
-        grid=[chunks.table.num_chunks * inputs.value_heads],
-        constants=constants,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    return d_updates, pairs, diagonal
-
-
-def _pair_gradients(
-    chunks: Chunks, updates: jax.Array, d_updates: jax.Array, tile: TritonPass
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradient of the values of a delta rule, X / β, and what values add to the gradient of β."""
-    from tilewright.kernels.linear_attention.triton import backward_kernels as kernels
-
-    inputs = chunks.inputs
-    erasing, d_value, by_strength = launch(
-        kernels.pair_gradients,
-        [inputs.value, inputs.beta, updates, d_updates, chunks.gamma, chunks.table.chunks],
-        [
-            chunks.pairs(),
-            chunks.struct(inputs.value.dtype, *inputs.value.shape),
-            chunks.struct(jnp.float32, *inputs.value.shape[:3]),
-        ],
-        grid=[chunks.table.num_chunks * inputs.value_heads],
-        constants=chunks.constants(tile, block_k(inputs)),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    return d_value, erasing, by_strength
+    passed = StatePasses(states, updates, d_states, d_updates, d_initial)
+    return token_gradients(chunks, d_out, passed, pairs, diagonal, params.tokens)
 
 
 def _state_gradients(
@@ -378,31 +200,3 @@ def _gradients_of_spans(
     )  # fmt: skip
     d_states, d_initial = found[:2]
     return d_updates if only_maps else found[2], d_states, d_initial
-
-
-def normalized_gradients(
-    inputs: LinearAttentionInputs, d_query: jax.Array, d_key: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The gradients of queries and keys from those of normalized ones; zeros where a token belongs to no sequence."""
-    return _normalized_gradient(inputs, inputs.query, d_query), _normalized_gradient(inputs, inputs.key, d_key)
-
-
-def _normalized_gradient(inputs: LinearAttentionInputs, x: jax.Array, d_normalized: jax.Array) -> jax.Array:
-    from tilewright.kernels.linear_attention.triton import backward_kernels as kernels
-
-    rows, width = x.size // inputs.key_dim, power_of_two(inputs.key_dim)
-    block = max(4096 // width, 1)
-    (found,) = launch(
-        kernels.normalized_gradients,
-        [x, d_normalized],
-        [jax.ShapeDtypeStruct(x.shape, x.dtype)],
-        grid=[-(-rows // block)],
-        constants={
-            "ROWS": rows,
-            "K": inputs.key_dim,
-            "EPS": float(inputs.l2norm_eps),
-            "BLOCK": block,
-            "BLOCK_K": width,
-        },
-    )
-    return found

@@ -9,14 +9,9 @@ import jax.numpy as jnp
 from tilewright.kernels.linear_attention.chunks import CHUNK, ChunkTable, chunk_table
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
 from tilewright.kernels.linear_attention.inverse import inverted
-from tilewright.kernels.linear_attention.triton.calls import (
-    absent,
-    block_k,
-    normalized,
-    normalized_gradients,
-    operand_dtype,
-)
-from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams, TritonPass
+from tilewright.kernels.linear_attention.passes.chunks import TritonPass, absent, block_k, normalized, operand_dtype
+from tilewright.kernels.linear_attention.passes.gradients import normalized_gradients
+from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams
 from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 from tilewright.kernels.triton.matmul import tl_precision

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from tilewright.kernels.linear_attention.gate_kernels import sums_of_decays
-from tilewright.kernels.linear_attention.triton.forward_kernels import solved
+from tilewright.kernels.linear_attention.triton.forward_kernels import applied, solved_updates
 
 SIZE = tl.constexpr(64)
 LEVELS = tl.constexpr(6)
@@ -273,7 +273,7 @@ def channel_states(
             solve = tl.load(inverse + place * (SIZE * SIZE) + i[:, None] * SIZE + i[None, :])
             strength = tl.load(beta + first * HV + head + i * HV, inside, other=0.0).to(tl.float32)
             expected = tl.dot(keys, narrow, input_precision=PRECISION)
-            update = solved(solve, strength[:, None] * (update - expected), operand, PRECISION)
+            update = solved_updates(solve, strength[:, None] * (update - expected), operand, PRECISION)
             tl.store(updates + (first * HV + head) * V + of_value, update.to(operand), value_inside)
         ends = tl.load(to_end + place * (SIZE * K) + of_token, token_inside, other=0.0)
         last = tl.load(gamma + place * (SIZE * K) + (SIZE - 1) * K + k, k < K, other=0.0)
@@ -312,5 +312,5 @@ def channel_outputs(
             result = tl.dot(queries, state, result, input_precision=PRECISION)
         pairs = tl.load(scores + place * (SIZE * SIZE) + i[:, None] * SIZE + i[None, :])
         update = tl.load(updates + values + of_value, (i < tokens)[:, None] & (v < V)[None, :], other=0.0).to(operand)
-        result = tl.dot(pairs, update, result, input_precision=PRECISION)
+        result = applied(pairs, update, result, PRECISION)
     tl.store(out + values + of_value, result.to(out.dtype.element_ty), (i < rows)[:, None] & (v < V)[None, :])

@@ -18,7 +18,7 @@ Grids have one axis, of (chunk or sequence, head, block of V), the last fastest:
 import triton
 import triton.language as tl
 
-from tilewright.kernels.linear_attention.gate_kernels import sums_of_decays
+from tilewright.kernels.linear_attention.gate_kernels import broken_from, finite, first_broken, sums_of_decays
 
 SIZE = tl.constexpr(64)
 
@@ -48,6 +48,22 @@ def solved(solve, rest, operand: tl.constexpr, PRECISION: tl.constexpr):
     if operand != tl.float32:
         found = tl.dot((solve - high.to(tl.float32)).to(operand), narrow, found, input_precision=PRECISION)
     return found
+
+
+@triton.jit
+def solved_updates(solve, rest, operand: tl.constexpr, PRECISION: tl.constexpr):
+    """The same of values: one that is NaN or infinite is NaN in its own row, and ``applied`` knows what it reaches."""
+    return solved(solve, finite(rest), operand, PRECISION) + rest * 0.0
+
+
+@triton.jit
+def applied(pairs, update, result, PRECISION: tl.constexpr):
+    """``result + pairs @ update``, with ``pairs`` 0 above the diagonal.
+
+    A number of ``update`` that is NaN or infinite makes its own row and all later ones NaN in its column, none before.
+    """
+    broken = first_broken(update, 0)[None, :]
+    return broken_from(tl.dot(pairs, finite(update), result, input_precision=PRECISION), broken)
 
 
 @triton.jit
@@ -107,7 +123,7 @@ def chunk_states(
                 expected *= tl.exp2(sums)[:, None]
                 solve *= tl.exp2(tl.where(causal, sums[:, None] - sums[None, :], 0.0))
             strength = tl.load(beta + first * HV + head + i * HV, inside, other=0.0).to(tl.float32)
-            update = solved(solve, strength[:, None] * (update - expected), operand, PRECISION)
+            update = solved_updates(solve, strength[:, None] * (update - expected), operand, PRECISION)
             if not MAP:
                 tl.store(updates + (first * HV + head) * V + of_value, update.to(operand), value_inside)
         if GATE:
@@ -157,5 +173,5 @@ def chunk_outputs(
             scores *= tl.exp2(tl.where(causal, sums[:, None] - sums[None, :], 0.0))
         scores = tl.where(causal, scores, 0.0)
         update = tl.load(updates + values + of_value, inside[:, None] & (v < V)[None, :], other=0.0).to(operand)
-        result = SCALE * tl.dot(scores.to(operand), update, result, input_precision=PRECISION)
+        result = SCALE * applied(scores.to(operand), update, result, PRECISION)
     tl.store(out + values + of_value, result.to(out.dtype.element_ty), (i < rows)[:, None] & (v < V)[None, :])

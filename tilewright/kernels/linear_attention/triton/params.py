@@ -4,6 +4,7 @@ import dataclasses
 
 from tilewright.kernels.linear_attention.chunks import CHUNK
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs
+from tilewright.kernels.linear_attention.passes.chunks import TritonPass
 from tilewright.kernels.op.footprint import Footprint, launch_reasons
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 from tilewright.ops.types import Device, Direction
@@ -17,30 +18,6 @@ MAX_SPLIT_KEY_DIM = 128
 
 MIN_SEGMENT = 8
 """Chunks of a segment: what is behind it takes as long as a few chunks."""
-
-
-@stable_id("tilewright/linear_attention.TritonPass")
-@dataclasses.dataclass(frozen=True, slots=True)
-class TritonPass:
-    """The launch of a pass.
-
-    Attributes:
-      block_v: channels of values of a program, or of a step.
-      num_warps: warps of a program.
-      num_stages: stages of its pipelined loop.
-    """
-
-    block_v: int
-    num_warps: int = 4
-    num_stages: int = 2
-
-    def __post_init__(self) -> None:
-        for name, minimum, maximum in (("block_v", MIN_DOT, 256), ("num_warps", 1, 16)):
-            value = getattr(self, name)
-            if type(value) is not int or value & (value - 1) or not minimum <= value <= maximum:
-                raise ValueError(f"{name} must be a power of two from {minimum} to {maximum}, got {self}")
-        if type(self.num_stages) is not int or not 1 <= self.num_stages <= 8:
-            raise ValueError(f"num_stages must be from 1 to 8, got {self}")
 
 
 @stable_id("tilewright/linear_attention.TritonLinearAttentionParams")

@@ -16,6 +16,7 @@ since a reads a state before it decays.
 import triton
 import triton.language as tl
 
+from tilewright.kernels.linear_attention.gate_kernels import finite
 from tilewright.kernels.linear_attention.triton.channel_kernels import (
     anchored,
     block_anchors,
@@ -24,7 +25,7 @@ from tilewright.kernels.linear_attention.triton.channel_kernels import (
     on_grid,
     sums_before,
 )
-from tilewright.kernels.linear_attention.triton.forward_kernels import solved
+from tilewright.kernels.linear_attention.triton.forward_kernels import applied, solved_updates
 
 SIZE = tl.constexpr(64)
 LEVELS = tl.constexpr(6)
@@ -197,8 +198,8 @@ def removal_states(
         pairs = tl.load(read_pairs + place * (SIZE * SIZE) + of_pair)
         solve = tl.load(inverse + place * (SIZE * SIZE) + of_pair)
         seen = tl.dot(reads, narrow, input_precision=PRECISION)
-        seen = tl.dot(pairs, values, seen, input_precision=PRECISION)
-        update = solved(solve, seen, operand, PRECISION).to(operand)
+        seen = tl.dot(pairs, finite(values), seen, input_precision=PRECISION)
+        update = solved_updates(solve, seen, operand, PRECISION).to(operand)
         tl.store(updates + (first * HV + head) * V + of_value, update, value_inside)
         ends = tl.load(to_end + place * (SIZE * K) + of_token, token_inside, other=0.0)
         write_ends = tl.load(write_to_end + place * (SIZE * K) + of_token, token_inside, other=0.0)
@@ -240,8 +241,8 @@ def removal_outputs(
         value_inside = (i < tokens)[:, None] & (v < V)[None, :]
         values = tl.load(value + begin + of_value, value_inside, other=0.0).to(operand)
         pairs = tl.load(key_pairs + place * (SIZE * SIZE) + of_pair)
-        result = tl.dot(pairs, values, result, input_precision=PRECISION)
+        result = applied(pairs, values, result, PRECISION)
         update = tl.load(updates + begin + of_value, value_inside, other=0.0)
         pairs = tl.load(write_pairs + place * (SIZE * SIZE) + of_pair)
-        result = tl.dot(pairs, update, result, input_precision=PRECISION)
+        result = applied(pairs, update, result, PRECISION)
     tl.store(out + begin + of_value, result.to(out.dtype.element_ty), (i < rows)[:, None] & (v < V)[None, :])

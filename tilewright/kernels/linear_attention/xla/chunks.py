@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults, l2_normalized
+from tilewright.kernels.linear_attention.xla.finite import FiniteTokens
 from tilewright.kernels.linear_attention.xla.gates import ChannelGate, Gate, HeadGate
 from tilewright.kernels.linear_attention.xla.layout import Layout
 from tilewright.kernels.linear_attention.xla.params import XlaLinearAttentionParams
@@ -43,6 +44,11 @@ def chunked_attention(inputs: LinearAttentionInputs, params: XlaLinearAttentionP
     """The results of a call; JAX can differentiate it in both modes."""
     if 0 in (inputs.batch, inputs.length, inputs.sequences, inputs.value_heads, inputs.key_dim, inputs.value_dim):
         return _without_tokens(inputs)
+    tokens = FiniteTokens.of(inputs)
+    return tokens.marked(_of_chunks(tokens.inputs, params))
+
+
+def _of_chunks(inputs: LinearAttentionInputs, params: XlaLinearAttentionParams) -> LinearAttentionResults:
     layout = Layout.of(inputs, params)
     chunk = _Chunk.of(inputs, layout)
     update = chunk.update()

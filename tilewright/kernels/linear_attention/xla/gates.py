@@ -154,8 +154,10 @@ class ChannelGate(Gate):
 
     def scores(self, x: jax.Array, y: jax.Array, *, strict: bool = False, before: bool = False) -> jax.Array:
         compute = functools.partial(_channel_scores, strict=strict, precision=self.precision)
-        # Factors are computed again for the gradients: there are more of them than of all that is kept.
-        found = jax.checkpoint(compute)(x, y, self._rows(before), self.sums)
+        # Factors are computed again for the gradients: there are more of them than of all that is kept. Without the
+        # optimization barriers of prevent_cse: on GPUs XLA writes the results of a fusion over an operand of which a
+        # copy behind a barrier, in the same buffer, is another operand and still to be read.
+        found = jax.checkpoint(compute, prevent_cse=False)(x, y, self._rows(before), self.sums)
         return jnp.where(self.mask(x.shape[-2], strict=strict), found, 0)
 
     def read(self, x: jax.Array, states: jax.Array, *, before: bool = False) -> jax.Array:

@@ -60,8 +60,10 @@ class _HopperBackend(MatmulBackend[MatmulParams, Any], abc.ABC):
         if _is_narrow(inputs):
             reasons += operand_reasons(dtypes, inputs.out_dtype, {"k": inputs.k}, NARROW_DTYPES)
             reasons += operand_reasons({}, inputs.out_dtype, {"n": inputs.n})
-            if not inputs.transpose_rhs:
-                reasons.append("wgmma takes float8 operands with K in their rows alone: give rhs as [groups, n, k]")
+            if not inputs.transpose_rhs or inputs.transpose_lhs:
+                reasons.append(
+                    "wgmma takes float8 operands with K in their rows alone: give lhs as [m, k], rhs as [n, k]"
+                )
             return reasons + (["float8 has no gradients here"] if direction == "backward" else [])
         sizes = {} if self.pads(inputs) else {"k": inputs.k, "n": inputs.n}
         if inputs.group_sizes is None and inputs.up is None and (inputs.transpose_lhs or direction == "backward"):
@@ -114,9 +116,10 @@ class _HopperBackend(MatmulBackend[MatmulParams, Any], abc.ABC):
     def footprints(
         self, inputs: MatmulInputs, device: Device, direction: Direction, params: Any
     ) -> Sequence[Footprint]:
-        return [plan.footprint(num_sms(device)) for plan in plans_of(self.padded(inputs), params)]
+        return [plan.footprint(num_sms(device)) for plan in plans_of(_as_run(self.padded(inputs)), params)]
 
     def products(self, inputs: MatmulInputs, params: Any) -> Products:
+        inputs = _as_run(inputs)
         return (DenseProducts if inputs.group_sizes is None else GroupedProducts)(inputs, params)
 
     def recomputed_by(self, params: Any) -> MatmulParams | None:
@@ -125,9 +128,13 @@ class _HopperBackend(MatmulBackend[MatmulParams, Any], abc.ABC):
 
 
 def _is_narrow(inputs: MatmulInputs) -> bool:
-    """True for the operands of 8 bits that its kernels take: those of a grouped matmul without a gate."""
-    is_grouped = inputs.group_sizes is not None and inputs.up is None
-    return is_grouped and 1 in (inputs.lhs.dtype.itemsize, inputs.rhs.dtype.itemsize)
+    """True for the operands of 8 bits that its kernels take: those without a gate."""
+    return inputs.up is None and 1 in (inputs.lhs.dtype.itemsize, inputs.rhs.dtype.itemsize)
+
+
+def _as_run(inputs: MatmulInputs) -> MatmulInputs:
+    """The inputs of the kernels: the one that scales float8 is of rows in groups."""
+    return inputs.as_one_group() if _is_narrow(inputs) else inputs
 
 
 def _rows_reasons(index: jax.Array | None, params: MatmulParams) -> list[str]:
@@ -141,13 +148,14 @@ class HopperMatmul(_HopperBackend):
     """Serves ``matmul``.
 
     cuBLAS, which XLA calls, is up to 3 % faster where it has a kernel for the shape, so this one runs if it is named or
-    was measured as faster, and where rows are not aligned, for which cuBLAS takes two to three times as long.
+    was measured as faster, and where rows are not aligned, for which cuBLAS takes two to three times as long; and
+    forward for float8, of which XLA multiplies dequantised numbers if they have scales of blocks.
     """
 
     backward_params: ClassVar[type] = HopperMatmulBackwardParams
 
     def deprioritized(self, inputs: MatmulInputs, device: Device, direction: Direction) -> bool:
-        return not self.pads(inputs)
+        return not self.pads(inputs) and not _is_narrow(inputs)
 
 
 class HopperGlu(_HopperBackend):

@@ -9,11 +9,13 @@ from tilewright.kernels.matmul.arguments import floating
 from tilewright.kernels.matmul.cases import GLU_CASES
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.op import MatmulKernel
-from tilewright.kernels.numerics.activations import Activation, activation_name
+from tilewright.kernels.numerics.activations import Activation, activation_name, gated
 from tilewright.kernels.numerics.dots import result_dtype
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption
 from tilewright.kernels.op.public import public_function
+from tilewright.kernels.weight_only.op import packed_matmul
+from tilewright.kernels.weight_only.weights import PackedWeight
 from tilewright.ops.utils.stable_ids import stable_id
 
 
@@ -36,8 +38,8 @@ class Glu(MatmulKernel):
     def prepare(
         self,
         x: ArrayLike,
-        gate: ArrayLike,
-        up: ArrayLike,
+        gate: ArrayLike | PackedWeight,
+        up: ArrayLike | PackedWeight,
         *,
         activation: Activation = "silu",
         transpose_rhs: bool = False,
@@ -79,7 +81,7 @@ def glu(*args: Any, **kwargs: Any) -> jax.Array:
 
     Args:
       x: ``[..., k]``, floating-point.
-      gate, up: ``[k, n]``.
+      gate, up: ``[k, n]``; or both a ``PackedWeight``, whose matmuls are two calls of ``weight_only_matmul``.
       activation: "silu", "gelu" (exact), "gelu_tanh" (the default of ``jax.nn.gelu``), "relu", "sigmoid" (the first
         GLU, arXiv 1612.08083), "tanh" or "identity".
       transpose_rhs: gate and up are ``[n, k]``, and so are their gradients.
@@ -93,4 +95,26 @@ def glu(*args: Any, **kwargs: Any) -> jax.Array:
       ValueError, TypeError: a wrong argument; the message holds its value.
       UnsupportedError: no allowed platform can serve the call; the message holds each one's reasons.
     """
+    packed = [isinstance(each, PackedWeight) for each in (*args[1:], kwargs.get("gate"), kwargs.get("up"))]
+    if any(packed):
+        return _of_packed(*args, **kwargs)
     return _GLU(*args, **kwargs)
+
+
+def _of_packed(
+    x: ArrayLike,
+    gate: PackedWeight,
+    up: PackedWeight,
+    *,
+    activation: Activation = "silu",
+    transpose_rhs: bool = False,
+    **options: Any,
+) -> jax.Array:
+    """Both matmuls with sums in float32, and the activation by XLA."""
+    if not (isinstance(gate, PackedWeight) and isinstance(up, PackedWeight)) or gate.shape != up.shape or transpose_rhs:
+        shapes = [each.shape if isinstance(each, PackedWeight) else type(each).__name__ for each in (gate, up)]
+        raise ValueError(f"gate and up must both be packed weights of one shape, not transposed, got {shapes}")
+    name, dtype = activation_name(activation), arguments.as_array("x", x).dtype
+    wide = result_dtype(None, dtype, "float32")
+    products = [packed_matmul(x, each, preferred_element_type=wide, **options) for each in (gate, up)]
+    return gated(name, *products).astype(dtype)

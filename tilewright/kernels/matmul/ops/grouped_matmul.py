@@ -3,18 +3,18 @@
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from tilewright.kernels.matmul.arguments import CONTENTS, floating, grouping, scale_array, widened
+from tilewright.kernels.matmul.arguments import CONTENTS, floating, grouping, scale_array, scaled_dtype, widened
 from tilewright.kernels.matmul.cases import GROUPED_CASES
 from tilewright.kernels.matmul.inputs import MatmulInputs
 from tilewright.kernels.matmul.op import MatmulKernel
-from tilewright.kernels.numerics.dots import result_dtype
+from tilewright.kernels.matmul.scales import check_quantized, of_lhs, of_rhs
 from tilewright.kernels.op import arguments
 from tilewright.kernels.op.arguments import PlatformOption, PrecisionLike
 from tilewright.kernels.op.public import public_function
+from tilewright.kernels.quantize.quantized import Quantized
 from tilewright.ops.utils.stable_ids import stable_id
 
 
@@ -42,8 +42,8 @@ class GroupedMatmul(MatmulKernel):
 
     def prepare(
         self,
-        lhs: ArrayLike,
-        rhs: ArrayLike,
+        lhs: ArrayLike | Quantized,
+        rhs: ArrayLike | Quantized,
         group_sizes: ArrayLike,
         precision: PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
@@ -60,13 +60,14 @@ class GroupedMatmul(MatmulKernel):
         if out_sharding is not None:
             raise ValueError(f"{out_sharding=} is an argument of the function alone; reshard the result of the kernel")
         transposed = arguments.flag("transpose_rhs", transpose_rhs)
+        if isinstance(lhs, Quantized) or isinstance(rhs, Quantized):
+            if lhs_scale is not None or rhs_scale is not None:
+                raise TypeError("a Quantized has its scales, so lhs_scale and rhs_scale must be left out")
+            lhs, lhs_scale, rhs, rhs_scale = _of_quantized(lhs, rhs, transposed)
         rows = floating("lhs", lhs, "[m, k]")
         matrices = floating("rhs", rhs, "[groups, n, k]" if transposed else "[groups, k, n]")
         sizes, offset = grouping(rows, {"rhs": matrices}, group_sizes, group_offset, 2 if transposed else 1)
-        if preferred_element_type is None and (lhs_scale is not None or rhs_scale is not None):
-            narrow = 1 in (rows.dtype.itemsize, matrices.dtype.itemsize)
-            preferred_element_type = jnp.bfloat16 if narrow else None
-        dtype = result_dtype(preferred_element_type, rows.dtype, matrices.dtype)
+        dtype = scaled_dtype(preferred_element_type, (lhs_scale, rhs_scale), rows.dtype, matrices.dtype)
         return MatmulInputs(
             widened(rows, dtype, matrices),
             matrices,
@@ -79,6 +80,21 @@ class GroupedMatmul(MatmulKernel):
             precision=arguments.matmul_precision(precision),
             platform=self.backends.allowed(platform),
         )
+
+
+def _of_quantized(lhs: Any, rhs: Any, transposed: bool) -> tuple[jax.Array, Any, jax.Array, Any]:
+    """The codes and the scales of both operands."""
+    check_quantized(lhs=lhs, rhs=rhs)
+    if lhs.format == "int8":
+        raise TypeError("grouped matmuls of int8 have no kernel: quantise to 'e4m3', or give dequantize(dtype)")
+    if (lhs.ndim, rhs.ndim) != (2, 3):
+        raise ValueError(f"lhs must be [m, k] and rhs a matrix for each group, got {lhs.shape=}, {rhs.shape=}")
+    scale, columns = arguments.apply(lambda rhs: of_rhs(rhs, transposed), rhs)
+    if columns is not None:
+        raise ValueError(
+            "rhs has a scale for each column, which grouped matmuls do not take: quantise it with block=(128, 128)"
+        )
+    return lhs.values, arguments.apply(of_lhs, lhs), rhs.values, scale
 
 
 _GROUPED_MATMUL = GroupedMatmul()
@@ -101,8 +117,8 @@ def grouped_matmul(
     are zeros for an empty group. The group sizes stay on the device.
 
     Args:
-      lhs: ``[m, k]``, rows sorted by group.
-      rhs: ``[groups, k, n]``.
+      lhs: ``[m, k]``, rows sorted by group; ``Quantized`` along k if rhs is, which then brings ``lhs_scale``.
+      rhs: ``[groups, k, n]``; ``Quantized`` with one scale or one for each block of 128 × 128.
       group_sizes: ``[groups]`` integers, the rows of each group. Any numbers are defined: rows behind the last group
         give zeros, in the result and in the gradient of lhs, and whatever they hold reaches nothing; a group ends at
         row m; a negative size counts as zero. In NumPy arrays, in lists, and in an eager call on a CPU a negative size,

@@ -22,10 +22,19 @@ class DenseProducts(Products):
     """The matmuls of all rows with the same matrices."""
 
     def __init__(self, inputs: MatmulInputs) -> None:
-        self.inputs = inputs
+        # Codes with one scale are multiplied as they are, and the result is scaled; others are first made numbers.
+        self.of_lhs, self.of_rhs = (
+            _elements(inputs.lhs_scale, inputs, "lhs"),
+            _elements(inputs.rhs_scale, inputs, "rhs"),
+        )
+        self.factor = factor(inputs.lhs_scale, inputs.rhs_scale)
+        self.inputs = inputs.replace(
+            lhs=_times(inputs.lhs, self.of_lhs), rhs=_times(inputs.rhs, self.of_rhs), lhs_scale=None, rhs_scale=None
+        )
 
     def _dot(self, lhs: jax.Array, rhs: jax.Array, axes: Any) -> jax.Array:
-        return dot(lhs, rhs, axes, self.inputs.precision, self.inputs.accumulator)
+        found: jax.Array = dot(lhs, rhs, axes, self.inputs.precision, self.inputs.accumulator)
+        return found if self.factor is None else found * self.factor.astype(found.dtype)
 
     def forward(self) -> Sequence[jax.Array]:
         products = [self._dot(self.inputs.lhs, x, self.inputs.k_axes) for x in self.inputs.weights.values()]
@@ -42,15 +51,27 @@ class DenseProducts(Products):
                 products.append(self._dot(weight, d_product, (n_axis, 1)))
             else:
                 products.append(self._dot(d_product, weight, (d_product.ndim - 1, n_axis)))
-        return sum(products[1:], products[0])
+        return _times(sum(products[1:], products[0]), self.of_lhs)
 
     def d_weight(self, name: str, d_product: jax.Array) -> jax.Array:
         lhs, k_axis = self.inputs.lhs, self.inputs.k_axes[0]
         of_lhs, of_product = (axis for axis in range(lhs.ndim) if axis != k_axis), range(d_product.ndim - 1)
         # The order of the factors gives the layout of the matrix, [n, k] or [k, n], without a transpose.
         if self.inputs.transpose_rhs:
-            return self._dot(d_product, lhs, (tuple(of_product), tuple(of_lhs)))
-        return self._dot(lhs, d_product, (tuple(of_lhs), tuple(of_product)))
+            return _times(self._dot(d_product, lhs, (tuple(of_product), tuple(of_lhs))), self.of_rhs)
+        return _times(self._dot(lhs, d_product, (tuple(of_lhs), tuple(of_product))), self.of_rhs)
+
+
+def _elements(scale: Any, inputs: MatmulInputs, name: str) -> Any:
+    """A scale for each element of an operand, if it has scales for blocks."""
+    if by_blocks(scale) is None:
+        return None
+    axes = inputs.k_axes[:1] if name == "lhs" else (0, 1)
+    return expanded(scale, inputs.arrays[name].shape, axes).astype(inputs.accumulator)
+
+
+def _times(x: jax.Array, scale: Any) -> jax.Array:
+    return x if scale is None else x.astype(scale.dtype) * scale
 
 
 class GroupedProducts(Products):

@@ -1,0 +1,1 @@
+"""Arrays in eight bits with scales, and the op that makes them."""

@@ -1,0 +1,1 @@
+"""Quantising in Triton."""

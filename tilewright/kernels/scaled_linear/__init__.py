@@ -1,0 +1,1 @@
+"""Linear layers that train in eight bits."""

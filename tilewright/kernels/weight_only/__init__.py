@@ -1,0 +1,1 @@
+"""Matmuls of activations with weights that are stored in four or eight bits."""

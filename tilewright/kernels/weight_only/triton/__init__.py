@@ -1,0 +1,1 @@
+"""Matmuls with weights of few bits in Triton, on NVIDIA GPUs."""
