@@ -170,14 +170,6 @@ def places(COUNT: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def first_broken_row(blocks, FIRST: tl.constexpr, STEP: tl.constexpr):
-    """The first row of a matrix with a number that is NaN or infinite in its blocks, STEP rows apart; else 64."""
-    b, i = tl.arange(0, blocks.shape[0]), tl.arange(0, blocks.shape[1])
-    row = (b * STEP + FIRST)[:, None, None] + i[None, :, None]
-    return tl.min(tl.where(tl.abs(blocks) < float("inf"), SIZE, row))
-
-
-@triton.jit
 def broken_rows(blocks, FIRST: tl.constexpr, row):
     """Blocks on a diagonal, of which the first has the row FIRST, that are NaN from a row of the matrix on."""
     b, i = tl.arange(0, blocks.shape[0]), tl.arange(0, blocks.shape[1])
@@ -247,11 +239,11 @@ def invert_in_place(chunks, matrices, HV: tl.constexpr):
     HALF: tl.constexpr = SIZE // 2
     if tl.load(chunks + 3 * (tl.program_id(0) // HV) + 2) > 0:
         target = matrices + tl.program_id(0).to(tl.int64) * (SIZE * SIZE)
+        i = tl.arange(0, SIZE)
+        broken = first_broken(tl.load(target + i[:, None] * SIZE + i[None, :]), None)
         diagonal = tl.load(target + places(BLOCKS, BLOCK, BLOCK))
         pairs = tl.load(target + BLOCK * SIZE + places(2, BLOCK, HALF))
         below = tl.load(target + HALF * SIZE + places(1, HALF, HALF))
-        broken = tl.minimum(first_broken_row(diagonal, 0, BLOCK), first_broken_row(pairs, BLOCK, HALF))
-        broken = tl.minimum(broken, first_broken_row(below, HALF, HALF))
         diagonal, below = inverse_of_blocks(finite(diagonal), finite(pairs), finite(below), False)
         store_diagonal(target, broken_rows(diagonal, 0, broken))
         store_lower_left(target, broken_rows(below, HALF, broken))
