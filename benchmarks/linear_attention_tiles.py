@@ -2,13 +2,15 @@
 
 Every kernel of a call's forward and backward pass runs with the arrays that the call gives it. Tiles are ``BLOCK_K``,
 ``BLOCK_V``, warps and stages; 0 leaves a block as the heuristic has it. A pass that updates an array in place is timed
-with a copy of that array. All are compiled first, by as many processes as there are cores.
+with a copy of that array. All are compiled first, by as many processes as there are cores. Kernels of decays of
+channels take longer where decays are strong: ``--decays 25`` multiplies their logarithms by 25.
 
-  python -m benchmarks.linear_attention_tiles [--case NAME] [--kernel NAME]
+  python -m benchmarks.linear_attention_tiles [--case NAME] [--kernel NAME] [--decays FACTOR]
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -23,8 +25,8 @@ from benchmarks.common import interleaved, queued, record
 from benchmarks.linear_attention_gpu import CASES, KERNEL, drawn
 from tilewright.kernels.linear_attention import inverse
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
-from tilewright.kernels.linear_attention.triton import calls
-from tilewright.kernels.linear_attention.triton.backend import TritonLinearAttention
+from tilewright.kernels.linear_attention.triton import calls, channel_calls, removal_calls
+from tilewright.kernels.linear_attention.triton.backend import TritonLinearAttention, passes_of
 from tilewright.kernels.triton import launch, recorded_launches
 from tilewright.kernels.triton.compiler import compiled
 from tilewright.kernels.triton.description import Launch
@@ -42,7 +44,7 @@ def tiles(text: str) -> list[Tile]:
 
 
 TILES: dict[str, list[Tile]] = {
-    "chunk_inverse": tiles("0,0,4,2 0,0,2,2 0,0,8,2"),
+    "chunk_inverse": tiles("0,0,1,2 0,0,1,1 0,0,2,2"),
     "chunk_states": tiles("0,64,4,2 0,64,4,3 0,64,4,4 0,64,8,3 0,128,8,2 0,128,8,3 0,32,4,3 0,32,4,4 0,16,4,3"),
     "chunk_outputs": tiles("64,64,4,2 64,64,4,1 64,128,4,1 64,128,8,2 128,64,4,1 128,128,4,1 128,128,8,1"),
     "local_gradients": tiles("64,64,4,1 64,64,4,2 64,64,8,1 128,64,4,1 128,128,4,1"),
@@ -50,16 +52,41 @@ TILES: dict[str, list[Tile]] = {
     "pair_gradients": tiles("0,64,4,1 0,64,4,2 0,64,8,1 0,128,4,1"),
     "query_gradients": tiles("64,64,4,1 64,64,4,2 64,64,8,1 64,128,4,1 64,128,8,1 128,64,8,1"),
     "key_gradients": tiles("64,64,4,1 64,64,4,2 64,64,8,1 64,128,4,1 32,64,4,1 128,64,8,1"),
+    "channel_gates": tiles("32,0,4,2 64,0,4,2 128,0,4,2 32,0,2,2"),
+    "channel_scores": tiles("32,0,8,1 32,0,8,2 32,0,4,1 16,0,8,1 64,0,8,1"),
+    "channel_scores_of_halves": tiles("32,0,8,1 32,0,8,2 32,0,4,1 64,0,8,1"),
+    "invert_in_place": tiles("0,0,1,2 0,0,2,2"),
+    "channel_states": tiles("0,32,4,2 0,32,4,3 0,64,4,2 0,64,8,2 0,16,4,2"),
+    "channel_outputs": tiles("64,64,4,2 64,64,4,1 64,128,8,2 128,128,8,1"),
+    "channel_state_gradients": tiles("0,32,4,2 0,64,8,2 0,16,4,2"),
+    "channel_pair_gradients": tiles("0,32,8,1 0,64,8,1 0,64,4,1"),
+    "channel_token_gradients": tiles("32,32,8,1 32,64,8,1 64,32,8,1 64,64,8,1 32,32,4,1"),
+    "removal_scores": tiles("16,0,8,1 32,0,8,1 64,0,8,1 16,0,4,1"),
+    "removal_scores_of_halves": tiles("16,0,8,1 32,0,8,1 64,0,8,1"),
+    "removal_states": tiles("0,32,4,2 0,64,4,2 0,16,4,2"),
+    "removal_outputs": tiles("64,64,4,2 64,64,4,1"),
+    "removal_token_gradients": tiles("16,16,8,1 32,32,8,1 64,32,8,1 16,32,8,1"),
 }
-BY_CHANNELS_OF_KEYS = ("query_gradients", "key_gradients")
+BY_CHANNELS_OF_KEYS = (
+    "query_gradients",
+    "key_gradients",
+    "channel_gates",
+    "channel_token_gradients",
+    "removal_token_gradients",
+)
+BY_CHANNELS_OF_VALUES = (
+    "chunk_states", "state_gradients", "chunk_outputs", "channel_states", "channel_outputs", "channel_state_gradients",
+    "removal_states", "removal_outputs",
+)  # fmt: skip
 
 
 def both(inputs: LinearAttentionInputs, d_out: jax.Array, device: Device) -> None:
     """Launches what the two passes of a call launch."""
     backend = TritonLinearAttention()
     forward, backward = (backend.heuristic(inputs.structs, device, each) for each in ("forward", "backward"))
-    calls.forward(inputs, forward)
-    calls.backward(inputs, LinearAttentionResults(d_out, None), backward)
+    passes = passes_of(inputs)
+    passes.forward(inputs, forward)
+    passes.backward(inputs, LinearAttentionResults(d_out, None), backward)
 
 
 def launches(case: str, device: Device) -> dict[str, Launch]:
@@ -74,23 +101,23 @@ def launches(case: str, device: Device) -> dict[str, Launch]:
 def with_tile(of_call: Launch, tile: Tile) -> Launch:
     """The launch with another tile; its grid and its shares of sums follow."""
     constants, (block_k, block_v, warps, stages) = dict(of_call.constants), tile
-    dim, size = ("K", "BLOCK_K") if of_call.name in BY_CHANNELS_OF_KEYS else ("V", "BLOCK_V")
+    dim, size = ("V", "BLOCK_V") if "V" in constants and of_call.name not in BY_CHANNELS_OF_KEYS else ("K", "BLOCK_K")
     before = -(-constants[dim] // constants[size]) if size in constants else 1
     constants |= ({"BLOCK_K": block_k} if block_k else {}) | ({"BLOCK_V": block_v} if block_v else {})
     after = -(-constants[dim] // constants[size]) if size in constants else 1
     grid, outputs = of_call.grid, of_call.outputs
-    if of_call.name in (*BY_CHANNELS_OF_KEYS, "chunk_states", "state_gradients", "chunk_outputs"):
+    if of_call.name in (*BY_CHANNELS_OF_KEYS, *BY_CHANNELS_OF_VALUES):
         grid = grid[0] // before * after, 1, 1
     if of_call.name in BY_CHANNELS_OF_KEYS:
-        outputs = tuple(x.update(shape=(after, *x.shape[1:])) if _has_shares(x) else x for x in outputs)
+        outputs = tuple(x.update(shape=(after, *x.shape[1:])) if _has_shares(x, before) else x for x in outputs)
     return dataclasses.replace(
         of_call, constants=tuple(constants.items()), grid=grid, outputs=outputs, num_warps=warps, num_stages=stages
     )
 
 
-def _has_shares(output: jax.ShapeDtypeStruct) -> bool:
+def _has_shares(output: jax.ShapeDtypeStruct, blocks: int) -> bool:
     """True for [blocks of K, batch, length, HV]."""
-    return output.dtype == jnp.float32 and len(output.shape) == 4
+    return output.dtype == jnp.float32 and len(output.shape) == 4 and output.shape[0] == blocks
 
 
 def listed(case: str, kernels: Sequence[str], device: Device) -> Iterator[tuple[str, Tile, Launch]]:
@@ -110,7 +137,7 @@ def compile_share(work: tuple[str, Sequence[str], Device, int, int]) -> None:
             compiled(each, device.capability)
 
 
-def arrays_of(case: str, device: Device) -> dict[str, tuple[jax.Array, ...]]:
+def arrays_of(case: str, device: Device, decays: float) -> dict[str, tuple[jax.Array, ...]]:
     """What the call gives each kernel."""
     held: dict[str, tuple[jax.Array, ...]] = {}
 
@@ -119,7 +146,11 @@ def arrays_of(case: str, device: Device) -> dict[str, tuple[jax.Array, ...]]:
         return launch(kernel, inputs, outputs, **options)
 
     inputs = drawn(CASES[case])
-    with mock.patch.object(calls, "launch", spy), mock.patch.object(inverse, "launch", spy):
+    if inputs.log_decay is not None:
+        inputs = inputs.replace(log_decay=decays * inputs.log_decay)
+    with contextlib.ExitStack() as stack:
+        for module in (calls, channel_calls, removal_calls, inverse):
+            stack.enter_context(mock.patch.object(module, "launch", spy))
         both(inputs, inputs.value, device)
     return held
 
@@ -146,6 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, action="append", help="gated_delta_16_32_4x8192 if it is not given")
     parser.add_argument("--kernel", choices=TILES, action="append", help="of all, if it is not given")
+    parser.add_argument("--decays", type=float, default=1.0, help="what multiplies the logarithms of decays")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--calls", type=int, default=8, help="calls that are queued")
     given = parser.parse_args(argv)
@@ -160,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         list(pool.map(compile_share, work))
     cells: list[dict[str, Any]] = []
     for case in cases:
-        held = arrays_of(case, device)
+        held = arrays_of(case, device, given.decays)
         for kernel in kernels:
             runs = {}
             for _, tile, each in listed(case, [kernel], device):
@@ -171,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name, timing in interleaved(runs, given.rounds).items():
                 seconds = timing.minimum / given.calls
                 cells.append({"case": case, "kernel": kernel, "tile": name, "seconds": seconds})
-                print(f"{case:26} {kernel:16} {name:12} {seconds * 1e6:9.1f} us", flush=True)
+                print(f"{case:26} {kernel:24} {name:12} {seconds * 1e6:9.1f} us", flush=True)
         record("linear_attention_tiles", {"rounds": given.rounds, "calls": given.calls, "cells": cells})
 
 

@@ -163,6 +163,21 @@ def test_strong_decays_of_channels(pattern: str, update: Any):
     run.check(run.compiled(inputs)(inputs, cotangents), inputs, cotangents, factor=4.0)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("update", ["delta", "removal", "bonus"])
+def test_later_decays_of_channels_change_no_bit(update: Any, dtype: str):
+    """They decide how a chunk is divided; that exp2 has the same digits a whole number away is a matter of the card."""
+    case = LinearAttentionCase("", length=1000, heads=4, key_dim=128, gate="channel", update=update, dtype=dtype)
+    inputs = inputs_of(case).replace(initial_state=None, return_state=False)
+    params = BACKEND.heuristic(inputs.structs, current_device(), "forward")
+    run = jax.jit(lambda inputs: BACKEND.forward(inputs, params).out)
+    first = np.asarray(run(inputs).astype(jnp.float32))
+    for at in (41, 500, 990):
+        for decay in (-2.5, -8.0, -1000.0):
+            changed = inputs.replace(log_decay=inputs.log_decay.at[:, at:].set(decay))
+            np.testing.assert_array_equal(first[:, :at], np.asarray(run(changed).astype(jnp.float32))[:, :at])
+
+
 @pytest.mark.parametrize("name", ["packed", "split", "float32"])
 def test_every_candidate(name: str):
     args, kwargs = call_of(name)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from tilewright.kernels.linear_attention.chunks import chunk_table, segment_tabl
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, with_identity
 from tilewright.kernels.linear_attention.passes.chunks import TritonPass
 from tilewright.kernels.linear_attention.reference import linear_attention_reference
+from tilewright.kernels.linear_attention.triton import channel_calls
 from tilewright.kernels.linear_attention.triton.backend import TritonLinearAttention
 from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams
 from tilewright.kernels.triton.interpreter import interpret_triton
@@ -163,6 +165,22 @@ def test_causal_to_the_bit(at: int, gate: Any, params: TritonLinearAttentionPara
     )
     first, second = (np.asarray(outputs(each, params).out)[:, :at] for each in (inputs, changed))
     np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("update", ["delta", "bonus", "removal"])
+def test_no_bit_depends_on_how_a_chunk_is_divided(update: Any, dtype: str):
+    """By pairs in blocks of 64, 32 or 16 tokens, and of halves of wider ones, or of halves alone."""
+    inputs = inputs_of(dataclasses.replace(SMALL, length=64, gate="channel", update=update, dtype=dtype))
+    inputs = inputs.replace(log_decay=jnp.full_like(inputs.log_decay, -0.55) + 0.1 * inputs.log_decay)
+    results = []
+    for most in (120, 40, 20, 2):
+        with mock.patch.object(channel_calls, "block_range", return_value=most):
+            results.append(np.asarray(outputs(inputs).out.astype(jnp.float32)))
+    if dtype == "float32":  # of which sums are on a finer grid, less far away
+        results = results[1:]
+    for other in results[1:]:
+        np.testing.assert_array_equal(results[0], other)
 
 
 @pytest.mark.parametrize(("gate", "params"), SPLIT_TOO)

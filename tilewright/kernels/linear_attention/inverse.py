@@ -18,8 +18,8 @@ def chunk_inverse(key: jax.Array, beta: jax.Array, table: ChunkTable, *, dtype: 
       key: ``[batch, length, H, K]``, float16, bfloat16 or float32.
       beta: ``[batch, length, HV]``, any floating-point type; HV is a multiple of H.
       table: the chunks of these tokens.
-      dtype: float32, whose matmuls are of three TensorFloat-32 products; or float16, whose operands are in float16,
-        for keys of norm 1: their inverse has elements up to max(1, β), while that of others has no bound.
+      dtype: float32, whose operands are three bfloat16 each; or float16, for keys of norm 1: their inverse has elements
+        up to max(1, β), while that of others has no bound.
     """
     from tilewright.kernels.linear_attention import inverse_kernels as kernels
 
@@ -33,8 +33,25 @@ def chunk_inverse(key: jax.Array, beta: jax.Array, table: ChunkTable, *, dtype: 
             "H": heads,
             "HV": value_heads,
             "K": key_dim,
-            "BLOCK_K": min(power_of_two(key_dim, MIN_DOT), 64),
+            "BLOCK_K": min(power_of_two(key_dim, MIN_DOT), 16 if key.dtype.itemsize == 4 else 64),
             "PRECISION": "tf32x3" if key.dtype.itemsize == 4 else "tf32",
         },
+        num_warps=1,
+    )
+    return out
+
+
+def inverted(negative: jax.Array, table: ChunkTable) -> jax.Array:
+    """``(I - N)⁻¹`` of strictly lower matrices N, ``[chunks, HV, 64, 64]`` float32, of chunks that have a token."""
+    from tilewright.kernels.linear_attention import inverse_kernels as kernels
+
+    (out,) = launch(
+        kernels.invert_in_place,
+        [table.chunks, negative],
+        [jax.ShapeDtypeStruct(negative.shape, negative.dtype)],
+        grid=[table.num_chunks * negative.shape[1]],
+        constants={"HV": negative.shape[1]},
+        num_warps=1,
+        in_place={0: 1},
     )
     return out

@@ -1,93 +1,196 @@
 # mypy: disable-error-code="assignment"
-"""The triangular inverse of the delta rule in Triton, one chunk of one key head per program.
+"""The triangular inverse of the delta rule in Triton, by programs of one warp.
 
   L     ``tril(β_i k_i · k_j, -1)`` of the tokens of a chunk, [64, 64]; the rows of what is not a token are 0
   T0    ``(I + L)⁻¹``, lower triangular with ones on the diagonal: no gate is in it, since ``T = Γ ⊙ T0``; NaN from the
         first row on whose row of L is not finite
 
-With float16 operands the blocks of 16 on the diagonal are inverted by forward substitution in float32, all four at
-once. Two merges follow, of blocks of 16 and then of 32: with X the inverse of the blocks and M the blocks of L below
-them, ``X - X M X`` is the inverse of the pairs. The other blocks of M are zeros, so this is the product X22 L21 X11 for
-each pair, by full tiles. In float32, whose matmuls are three of TensorFloat-32, substitution goes on to blocks of 32,
-and the only merge multiplies these. Powers of L would need none of it, but lose all digits where keys are alike.
+With X the inverse of the blocks of a size on the diagonal, and N the blocks of -L below them, ``X + X N X`` is that of
+the pairs of blocks. Merges begin at pairs of tokens, ``I - L``; up to 16 the four blocks on the diagonal are taken at
+once, then two of 32, then 64. Powers of L would need fewer steps, but lose all digits where keys are alike.
+
+In a warp the accumulator of an MMA is laid out like the first operand of the next, and like the transpose of its
+second. So a product ``a bᵀ`` of results needs no exchange between threads: all have this form, for which Xᵀ is kept as
+well. With ``Y = Xᵀ Nᵀ``, the merges are ``X + X Yᵀ`` and ``Xᵀ + Y Xᵀ``. Blocks are picked by sums whose other terms are
+the constant -0: Triton knows which registers hold them, so that neither these terms nor the sums are computed, nor MMAs
+of blocks that nobody picks.
+
+With operands of float16, N in the last two merges is the sum of two: its rounding would be most of the error. In
+float32 an operand is the sum of three bfloat16, and of the nine products the six largest are summed.
 """
 
 import triton
 import triton.language as tl
 
-from tilewright.kernels.linear_attention.gate_kernels import broken_from, finite, first_broken
+from tilewright.kernels.linear_attention.gate_kernels import finite, first_broken
 
 SIZE = tl.constexpr(64)
+BLOCK = tl.constexpr(16)
+BLOCKS = tl.constexpr(4)
 
 
 @triton.jit
-def eliminate(on_diagonal, inverse, i, j, step):
-    """A step of forward substitution: takes the multiples of a row from those below it."""
-    column = tl.sum(tl.where(j == step, on_diagonal, 0.0), 2)
-    row = tl.sum(tl.where(i == step, inverse, 0.0), 1)
-    return inverse - column[:, :, None] * row[:, None, :]
+def turned(x):
+    """The transpose of a matrix, or of each of a stack."""
+    return tl.trans(x) if len(x.shape) == 2 else tl.permute(x, (0, 2, 1))
 
 
 @triton.jit
-def invert_blocks(lower, BLOCK: tl.constexpr):
-    """The inverses [blocks, BLOCK, BLOCK] of I plus the diagonal blocks of a strictly lower triangular matrix."""
-    BLOCKS: tl.constexpr = SIZE // BLOCK
-    block = tl.arange(0, BLOCKS)
-    same = block[:, None, None, None] == block[None, None, :, None]
-    # The sum has one term that is not 0.
-    on_diagonal = tl.sum(tl.where(same, tl.reshape(lower, (BLOCKS, BLOCK, BLOCKS, BLOCK)), 0.0), 2)
-    i, j = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
-    inverse = tl.zeros((BLOCKS, BLOCK, BLOCK), tl.float32) + tl.where(i == j, 1.0, 0.0)
-    if BLOCK <= 16:
-        for step in tl.static_range(BLOCK - 1):
-            inverse = eliminate(on_diagonal, inverse, i, j, step)
+def high_part(x):
+    """A float32 without its lower half: bfloat16 has it exactly. No instruction converts, and NaN stays NaN."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def three_parts(x):
+    """Three bfloat16 whose sum is a float32, to the bit."""
+    high = high_part(x)
+    middle = high_part(x - high)
+    return high.to(tl.bfloat16), middle.to(tl.bfloat16), (x - high - middle).to(tl.bfloat16)
+
+
+@triton.jit
+def product(a, b, acc, NARROW: tl.constexpr):
+    """``a bᵀ`` of what is rounded to float16, or nearly exact for float32, added to acc."""
+    if NARROW:
+        acc = tl.dot(a.to(tl.float16), turned(b.to(tl.float16)), acc)
     else:
-        for step in tl.range(BLOCK - 1):
-            inverse = eliminate(on_diagonal, inverse, i, j, step)
-    return inverse
+        a0, a1, a2 = three_parts(a)
+        b0, b1, b2 = three_parts(b)
+        acc = tl.dot(a1, turned(b1), tl.dot(a2, turned(b0), tl.dot(a0, turned(b2), acc)))
+        acc = tl.dot(a0, turned(b0), tl.dot(a1, turned(b0), tl.dot(a0, turned(b1), acc)))
+    return acc
 
 
 @triton.jit
-def invert_tiles(lower, operand: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of I plus a strictly lower triangular matrix, by matmuls of full tiles with operands of a dtype."""
-    inverse = invert_blocks(lower, 16)
-    block = tl.arange(0, SIZE // 16)
-    same = block[:, None, None, None] == block[None, None, :, None]
-    inverse = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), (SIZE, SIZE))
-    inverse = merge_blocks(inverse, lower, 16, operand, PRECISION)
-    return merge_blocks(inverse, lower, 32, operand, PRECISION)
+def product_of_parts(a, b, acc, NARROW: tl.constexpr):
+    """The same with b in two parts of float16."""
+    if NARROW:
+        high = b.to(tl.float16)
+        acc = product(a, b - high.to(tl.float32), acc, NARROW)
+        acc = product(a, high, acc, NARROW)
+    else:
+        acc = product(a, b, acc, NARROW)
+    return acc
 
 
 @triton.jit
-def invert_narrow(lower):
-    """The same with operands of float16."""
-    return invert_tiles(lower, tl.float16, "tf32")
+def on_diagonal(x, COUNT: tl.constexpr):
+    """The blocks on the diagonal of a square matrix, [COUNT, n, n]."""
+    N: tl.constexpr = x.shape[0] // COUNT
+    b = tl.arange(0, COUNT)
+    same = b[:, None, None, None] == b[None, None, :, None]
+    return tl.sum(tl.where(same, tl.reshape(x, (COUNT, N, COUNT, N)), -0.0), 2)
 
 
 @triton.jit
-def invert_wide(lower):
-    """The same in float32, by blocks of 32."""
+def below_diagonal(x, COUNT: tl.constexpr):
+    """The lower left quarter of each of these blocks."""
+    N: tl.constexpr = x.shape[0] // (2 * COUNT)
+    lower = halves(tl.reshape(on_diagonal(x, COUNT), (2 * COUNT, N, 2 * N)))[1]
+    left = tl.arange(0, 2)[None, None, :, None] == 0
+    return tl.sum(tl.where(left, tl.reshape(lower, (COUNT, N, 2, N)), -0.0), 2)
+
+
+@triton.jit
+def halves(x):
+    """Even and odd ones of a stack of matrices."""
+    COUNT: tl.constexpr = x.shape[0] // 2
+    x = tl.reshape(x, (COUNT, 2, x.shape[1], x.shape[2]))
+    odd = tl.arange(0, 2)[None, :, None, None] == 1
+    return tl.sum(tl.where(odd, -0.0, x), 1), tl.sum(tl.where(odd, x, -0.0), 1)
+
+
+@triton.jit
+def beside(a, b):
+    """Columns of b behind those of a."""
+    pair = tl.permute(tl.join(a, b), (0, 1, 3, 2))
+    return tl.reshape(pair, (a.shape[0], a.shape[1], 2 * a.shape[2]))
+
+
+@triton.jit
+def above(a, b):
+    """Rows of b behind those of a."""
+    pair = tl.permute(tl.join(a, b), (0, 3, 1, 2))
+    # The sum of one keeps Triton from choosing other operands for an MMA, as it does behind a join.
+    return tl.sum(tl.reshape(pair, (1, a.shape[0], 2 * a.shape[1], a.shape[2])), 0)
+
+
+@triton.jit
+def inverses_on_diagonal(lower, NARROW: tl.constexpr):
+    """The inverses [4, 16, 16] of I - lower, each strictly lower, and their transposes."""
+    i, j = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
+    # The highest bit in which row and column differ tells the size of the blocks that a merge joins there.
+    apart = i ^ j
+    inverse = tl.where(apart == 0, 1.0, tl.where(apart == 1, lower, 0.0))
+    transposed = turned(inverse)
+    for level in tl.range(1, 4):
+        left = product(transposed, tl.where(apart >> level == 1, lower, 0.0), None, NARROW)
+        merged = product(inverse, left, inverse, NARROW)
+        transposed = product(left, inverse, transposed, NARROW)
+        inverse = merged
+    return inverse, transposed
+
+
+@triton.jit
+def inverse_of_blocks(diagonal, pairs, below, NARROW: tl.constexpr):
+    """The inverse of I - a strictly lower matrix [64, 64]: blocks [2, 32, 32] on its diagonal, and the one below them.
+
+    Args:
+      diagonal: its blocks [4, 16, 16] on the diagonal, in float32.
+      pairs: the blocks [2, 16, 16] below the first and the third of these.
+      below: the lower left quarter, [1, 32, 32].
+      NARROW: operands of matmuls are float16, where elements of the inverse are small.
+    """
+    inverse, transposed = inverses_on_diagonal(diagonal, NARROW)
+    x00, x11 = halves(inverse)
+    y00, y11 = halves(transposed)
+    left = product_of_parts(y00, pairs, None, NARROW)
+    x10, y10 = product(x11, left, None, NARROW), product(left, x11, None, NARROW)
+    zero = tl.zeros((2, BLOCK, BLOCK), tl.float32)
+    inverse = above(beside(x00, zero), beside(x10, x11))
+    transposed = above(beside(y00, y10), beside(zero, y11))
+    x11, y00 = halves(inverse)[1], halves(transposed)[0]
+    left = product_of_parts(y00, below, None, NARROW)
+    return inverse, product(x11, left, None, NARROW)
+
+
+@triton.jit
+def inverse_blocks(negative, NARROW: tl.constexpr):
+    """The same of a matrix that is a sum of MMAs."""
+    diagonal, pairs = on_diagonal(negative, BLOCKS), below_diagonal(negative, 2)
+    return inverse_of_blocks(diagonal, pairs, below_diagonal(negative, 1), NARROW)
+
+
+@triton.jit
+def places(COUNT: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr):
+    """Places of the elements of COUNT blocks [N, N] in a matrix [64, 64], STEP rows and columns apart."""
+    b, i = tl.arange(0, COUNT), tl.arange(0, N)
+    return b[:, None, None] * (STEP * SIZE + STEP) + i[None, :, None] * SIZE + i[None, None, :]
+
+
+@triton.jit
+def broken_rows(blocks, FIRST: tl.constexpr, row):
+    """Blocks on a diagonal, of which the first has the row FIRST, that are NaN from a row of the matrix on."""
+    b, i = tl.arange(0, blocks.shape[0]), tl.arange(0, blocks.shape[1])
+    of_block = (b * blocks.shape[1] + FIRST)[:, None, None] + i[None, :, None]
+    return tl.where(of_block < row, blocks, float("nan"))
+
+
+@triton.jit
+def store_diagonal(target, diagonal):
+    """Stores the blocks [2, 32, 32] on the diagonal of a lower matrix [64, 64], and zeros above them."""
     HALF: tl.constexpr = SIZE // 2
-    inverse = invert_blocks(lower, HALF)
-    half = tl.arange(0, 2)
-    first = tl.sum(tl.where(half[:, None, None] == 0, inverse, 0.0), 0)
-    second = tl.sum(tl.where(half[:, None, None] == 1, inverse, 0.0), 0)
-    a, b = half[:, None, None, None], half[None, None, :, None]
-    below = tl.sum(tl.where((a == 1) & (b == 0), tl.reshape(lower, (2, HALF, 2, HALF)), 0.0), 2)
-    left = tl.dot(second, tl.sum(below, 0), input_precision="tf32x3")
-    product = tl.dot(left, first, input_precision="tf32x3")
-    lower_left = tl.where((a == 1) & (b == 0), -product[None, :, None, :], 0.0)
-    return tl.reshape(tl.where(a == b, inverse[:, :, None, :], lower_left), (SIZE, SIZE))
+    dtype: tl.constexpr = target.dtype.element_ty
+    tl.store(target + places(2, HALF, HALF), diagonal.to(dtype))
+    tl.store(target + places(1, HALF, HALF) + HALF, tl.zeros((1, HALF, HALF), dtype))
 
 
 @triton.jit
-def merge_blocks(inverse, lower, HALF: tl.constexpr, operand: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of I plus the blocks of 2 · HALF on the diagonal, from that of the blocks of HALF."""
-    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    below = tl.where((i // (2 * HALF) == j // (2 * HALF)) & (i // HALF != j // HALF), lower, 0.0)
-    blocks = inverse.to(operand)
-    product = tl.dot(blocks, below.to(operand), input_precision=PRECISION).to(operand)
-    return inverse - tl.dot(product, blocks, input_precision=PRECISION)
+def store_lower_left(target, block):
+    """Stores the block [1, 32, 32] below them."""
+    HALF: tl.constexpr = SIZE // 2
+    tl.store(target + places(1, HALF, HALF) + HALF * SIZE, block.to(target.dtype.element_ty))
 
 
 @triton.jit
@@ -99,7 +202,7 @@ def chunk_inverse(
 
     key, beta   [rows, H, K] and [rows, HV]
     chunks      as in ``ChunkTable``
-    out         [chunks, HV, 64, 64], in the dtype of the merges' operands; chunks without a token are not written
+    out         [chunks, HV, 64, 64], in the dtype of operands of matmuls; chunks without a token are not written
     """
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     first, tokens = tl.load(chunks + 3 * chunk).to(tl.int64), tl.load(chunks + 3 * chunk + 2)
@@ -113,14 +216,34 @@ def chunk_inverse(
             mask = inside[:, None] & (step + k < K)[None, :]
             block = tl.load(rows + step, mask=mask, other=0.0)
             products = tl.dot(block, tl.trans(block), products, input_precision=PRECISION)
-        below = i[:, None] > i[None, :]
-        place = i[:, None] * SIZE + i[None, :]
+        negative = tl.where(i[:, None] > i[None, :], -products, 0.0)
         group: tl.constexpr = HV // H
         for member in tl.range(group):
             value_head = head * group + member
             strength = tl.load(beta + first * HV + value_head + i * HV, mask=inside, other=0.0).to(tl.float32)
-            lower = tl.where(below, strength[:, None] * products, 0.0)
-            broken, lower = first_broken(lower, None), finite(lower)
-            inverse = invert_narrow(lower) if out.dtype.element_ty == tl.float16 else invert_wide(lower)
             target = out + (chunk.to(tl.int64) * HV + value_head) * (SIZE * SIZE)
-            tl.store(target + place, broken_from(inverse, broken).to(out.dtype.element_ty))
+            lower = strength[:, None] * negative
+            broken = first_broken(lower, None)
+            diagonal, lower_left = inverse_blocks(finite(lower), out.dtype.element_ty == tl.float16)
+            store_diagonal(target, broken_rows(diagonal, 0, broken))
+            store_lower_left(target, broken_rows(lower_left, SIZE // 2, broken))
+
+
+@triton.jit
+def invert_in_place(chunks, matrices, HV: tl.constexpr):
+    """Writes the inverse of I - N over N, which is strictly lower, for a value head of a chunk that has a token.
+
+    chunks      as in ``ChunkTable``
+    matrices    [chunks, HV, 64, 64], float32
+    """
+    HALF: tl.constexpr = SIZE // 2
+    if tl.load(chunks + 3 * (tl.program_id(0) // HV) + 2) > 0:
+        target = matrices + tl.program_id(0).to(tl.int64) * (SIZE * SIZE)
+        i = tl.arange(0, SIZE)
+        broken = first_broken(tl.load(target + i[:, None] * SIZE + i[None, :]), None)
+        diagonal = tl.load(target + places(BLOCKS, BLOCK, BLOCK))
+        pairs = tl.load(target + BLOCK * SIZE + places(2, BLOCK, HALF))
+        below = tl.load(target + HALF * SIZE + places(1, HALF, HALF))
+        diagonal, below = inverse_of_blocks(finite(diagonal), finite(pairs), finite(below), False)
+        store_diagonal(target, broken_rows(diagonal, 0, broken))
+        store_lower_left(target, broken_rows(below, HALF, broken))

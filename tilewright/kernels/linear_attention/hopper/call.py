@@ -266,8 +266,8 @@ def prepared(inputs: LinearAttentionInputs, table: ChunkTable) -> tuple[jax.Arra
             "NORM": inputs.qk_l2norm,
             "EPS": float(inputs.l2norm_eps),
             "SCALE": float(inputs.scale),
-            "PRECISION": "tf32",
         },
+        num_warps=1,
     )  # fmt: skip
     return gates, solve if delta else None
 

@@ -106,7 +106,7 @@ class TritonLinearAttention(
         return footprints(inputs, device, direction, params)
 
     def forward(self, inputs: LinearAttentionInputs, params: TritonLinearAttentionParams) -> LinearAttentionResults:
-        passes = _passes(inputs)
+        passes = passes_of(inputs)
         if inputs.only_maps and passes is not calls:
             # Its results are not used, so XLA leaves out the kernels that compute these.
             found = self.forward(with_identity(inputs), params)
@@ -120,11 +120,11 @@ class TritonLinearAttention(
         cotangents: LinearAttentionResults,
         params: TritonLinearAttentionParams,
     ) -> dict[str, Any]:
-        passes = _passes(inputs)
+        passes = passes_of(inputs)
         return run_with_sequential_vmap(lambda given: passes.backward(*given, params), (inputs, cotangents))
 
 
-def _passes(inputs: LinearAttentionInputs) -> ModuleType:
+def passes_of(inputs: LinearAttentionInputs) -> ModuleType:
     """The module whose ``forward`` and ``backward`` serve a call."""
     if inputs.removal is not None:
         return removal_calls

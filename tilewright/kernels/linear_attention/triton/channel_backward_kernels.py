@@ -14,14 +14,21 @@ With D the gradient of the state behind a chunk (``d_states``):
            2^γ_C <S, D>
   dg       sums of dγ from each token to the end of its chunk, with a bonus without what reads the token's own q
 
-Above the diagonal of Y and X are their transposes, that of X with β: of a pair of halves, which are products of their
-own, the rows of later tokens then are what reads and those of earlier ones what writes, in one matmul for both.
+Above the diagonal of Y and X are their transposes, that of X with β. Within blocks that have one anchor two matmuls
+take what is below and what is above it. Of a pair of halves the rows of later tokens are what reads and those of
+earlier ones what writes, in one matmul for both.
 """
 
 import triton
 import triton.language as tl
 
-from tilewright.kernels.linear_attention.triton.channel_kernels import anchored, is_later, is_parted, sums_before
+from tilewright.kernels.linear_attention.triton.channel_kernels import (
+    block_level,
+    is_later,
+    is_parted,
+    pair_anchors,
+    sums_before,
+)
 from tilewright.kernels.linear_attention.triton.forward_kernels import solved
 
 SIZE = tl.constexpr(64)
@@ -122,11 +129,40 @@ def channel_pair_gradients(
 
 
 @triton.jit
+def gradients_of_pairs(
+    pairs, late, early, reading, sums, gamma, i, k, k_inside, K: tl.constexpr, blocks, RANGE: tl.constexpr,
+    operand: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of rows that read and of rows that have written, from those of their products by pairs.
+
+    pairs           [64, 64], of later rows and earlier columns below the diagonal, and its transpose above it
+    reading, sums   γ of the rows that read and of those that have written
+    blocks          as in ``block_level``
+    """
+    row, column = i[:, None], i[None, :]
+    d_late = tl.zeros_like(late)
+    d_early = tl.zeros_like(early)
+    # From pairs in one block to those in the two halves of the chunk; a block of one token has none.
+    for level in tl.range(tl.maximum(blocks - 1, 0), LEVELS):
+        whole, later = level < blocks, is_later(i, 1 << level)[:, None]
+        anchors = pair_anchors(gamma, i, k, k_inside, K, level, whole, RANGE)
+        rise = tl.exp2(tl.where(whole | later, reading - anchors, float("-inf")))
+        fall = tl.exp2(tl.where(whole | (later == 0), anchors - sums, float("-inf")))
+        chosen = (row >> level + 1 == column >> level + 1) & (whole | is_parted(row, column, 1 << level))
+        chosen_late = tl.where(chosen & (row > column), pairs, 0.0).to(operand)
+        d_late += rise * tl.dot(chosen_late, (early * fall).to(operand), input_precision=PRECISION)
+        chosen_early = tl.where(chosen & (row < column), pairs, 0.0).to(operand)
+        d_early += fall * tl.dot(chosen_early, (late * rise).to(operand), input_precision=PRECISION)
+    return d_late, d_early
+
+
+@triton.jit
 def channel_token_gradients(
     query, key, beta, bonus, updates, d_out, d_updates, states, d_states, d_scores, d_products, gamma, chunks,
     rows_of_all, d_query, d_key, d_beta, d_bonus, d_decay,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, DELTA: tl.constexpr, BONUS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, DELTA: tl.constexpr, BONUS: tl.constexpr, SCALE: tl.constexpr, RANGE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of a block of channels of the keys of a chunk, from all value heads of a key head.
 
@@ -196,26 +232,16 @@ def channel_token_gradients(
             d_sums += strength[:, None] * (keys * by_key)
         of_pair = place * (SIZE * SIZE) + row * SIZE + column
         y = tl.load(d_scores + of_pair)
-        if DELTA:
-            x = tl.load(d_products + of_pair)
-        for level in tl.range(LEVELS):
-            half = 1 << level
-            decays = anchored(reading, sums, gamma + place * (SIZE * K), i, k, has_state, K, half)
-            pairs, later = is_parted(row, column, half), is_later(i, half)[:, None]
-            others = (tl.where(later, queries, keys) * decays).to(operand)
-            found = decays * tl.dot(tl.where(pairs, y, 0.0).to(operand), others, input_precision=PRECISION)
-            d_queries += tl.where(later, found, 0.0)
-            d_keys += tl.where(later, 0.0, found)
-            d_sums += tl.where(later, queries * found, -keys * found)
-            if BONUS:
-                d_reading += tl.where(later, queries * found, 0.0)
-            if DELTA:
-                others = (keys * decays).to(operand)
-                found = decays * tl.dot(tl.where(pairs, x, 0.0).to(operand), others, input_precision=PRECISION)
-                by_strength += tl.sum(tl.where(later, keys * found, 0.0), 1)
-                found *= tl.where(later, strength[:, None], 1.0)
-                d_keys += found
-                d_sums += tl.where(later, keys * found, -keys * found)
+        blocks = block_level(gamma + place * (SIZE * K), k, has_state, K, BLOCK_K, RANGE)
+        of_chunk = gamma + place * (SIZE * K)
+        found, others = gradients_of_pairs(
+            y, queries, keys, reading, sums, of_chunk, i, k, has_state, K, blocks, RANGE, operand, PRECISION
+        )
+        d_queries += found
+        d_keys += others
+        d_sums += queries * found - keys * others
+        if BONUS:
+            d_reading += queries * found
         own = tl.sum(tl.where(row == column, y.to(tl.float32), 0.0), 1)[:, None]
         if BONUS:
             tl.store(d_bonus + place * K + k, tl.sum(own * queries * keys, 0), k_inside)
@@ -223,6 +249,14 @@ def channel_token_gradients(
         d_queries += own * keys
         d_keys += own * queries
         if DELTA:
+            x = tl.load(d_products + of_pair)
+            found, others = gradients_of_pairs(
+                x, keys, keys, reading, sums, of_chunk, i, k, has_state, K, blocks, RANGE, operand, PRECISION
+            )
+            by_strength += tl.sum(keys * found, 1)
+            found = strength[:, None] * found
+            d_keys += found + others
+            d_sums += keys * (found - others)
             share = block.to(tl.int64) * rows_of_all * HV
             tl.store(d_beta + share + of_head + i * HV, by_strength, written)
         # Each decay is in γ_C.

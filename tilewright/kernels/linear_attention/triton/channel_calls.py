@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from tilewright.kernels.linear_attention.chunks import CHUNK, ChunkTable, chunk_table
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
+from tilewright.kernels.linear_attention.inverse import inverted
 from tilewright.kernels.linear_attention.passes.chunks import TritonPass, absent, block_k, normalized, operand_dtype
 from tilewright.kernels.linear_attention.passes.gradients import normalized_gradients
 from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams
@@ -15,8 +16,8 @@ from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
 from tilewright.kernels.triton.matmul import tl_precision
 
-SCORE_WARPS, SCORE_CHANNELS = 8, 32
-"""Warps of the kernel of scores, and channels of its steps: wider steps, or fewer warps, take more registers."""
+SCORE_WARPS, SCORE_CHANNELS, STREAM_CHANNELS = 8, 32, 64
+"""Warps of the kernels of scores, and channels of their steps: two programs of 8 warps fit a multiprocessor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +84,35 @@ def channel_sums(inputs: LinearAttentionInputs, table: ChunkTable, width: int) -
     return gamma
 
 
+def score_constants(inputs: LinearAttentionInputs, width: int) -> dict[str, Any]:
+    """The constants of a kernel of scores."""
+    wide = inputs.key.dtype.itemsize == 4
+    return {
+        "H": inputs.heads,
+        "HV": inputs.value_heads,
+        "K": inputs.key_dim,
+        "BLOCK_K": width,
+        "SCALE": float(inputs.scale),
+        "GRID": 16.0 if wide else 64.0,
+        "PRECISION": tl_precision(),
+        "INVERSE": "tf32x3" if wide else "tf32",
+    }
+
+
+def block_range(inputs: LinearAttentionInputs) -> int:
+    """log2 of what a channel may decay by in a block of tokens that has one anchor.
+
+    On the grid of ``score_constants`` sums have 24 bits, so they are exact less an anchor half of that away.
+    """
+    return 56 if inputs.key.dtype.itemsize == 4 else 160
+
+
+def block_constants(inputs: LinearAttentionInputs) -> dict[str, Any]:
+    """More constants of the kernel of scores that divides chunks into blocks."""
+    width = power_of_two(inputs.key_dim, MIN_DOT)
+    return {"CHANNELS": width, "WIDTH": min(width, STREAM_CHANNELS), "RANGE": block_range(inputs)}
+
+
 def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
     """The table of chunks and what tokens of a chunk have in common, by kernels that are parallel over chunks."""
     from tilewright.kernels.linear_attention.triton import channel_kernels as kernels
@@ -93,7 +123,9 @@ def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
     operand, width = operand_dtype(inputs.value.dtype), min(power_of_two(key_dim, MIN_DOT), SCORE_CHANNELS)
     tokens, pairs = (table.num_chunks, heads, CHUNK, key_dim), (table.num_chunks, heads, CHUNK, CHUNK)
     gamma = channel_sums(inputs, table, width)
-    found = launch(
+    constants = score_constants(inputs, width)
+    options = {"DELTA": delta, "BONUS": inputs.bonus is not None}
+    from_query, from_key, to_end, scores, negative, levels = launch(
         kernels.channel_scores,
         [query, key, absent(inputs.beta), absent(inputs.bonus), gamma, table.chunks],
         [
@@ -102,23 +134,26 @@ def chunked(inputs: LinearAttentionInputs) -> ChannelChunks:
             struct(tokens, operand),
             struct(pairs, operand),
             struct(pairs, jnp.float32, present=delta),
+            struct(tokens[:2], jnp.int32),
         ],
         grid=[table.num_chunks * heads],
-        constants={
-            "H": inputs.heads,
-            "HV": heads,
-            "K": key_dim,
-            "BLOCK_K": width,
-            "DELTA": delta,
-            "BONUS": inputs.bonus is not None,
-            "SCALE": float(inputs.scale),
-            "PRECISION": tl_precision(),
-            "INVERSE": "tf32x3" if key.dtype.itemsize == 4 else "tf32",
-        },
+        constants=constants | options | block_constants(inputs),
         num_warps=SCORE_WARPS,
         num_stages=1,
     )
-    return ChannelChunks(inputs, table, query, key, gamma, *found)
+    scores, negative = launch(
+        kernels.channel_scores_of_halves,
+        [query, key, absent(inputs.beta), gamma, table.chunks, levels, scores, negative],
+        [struct(scores.shape, scores.dtype), struct(negative.shape, negative.dtype)],
+        grid=[table.num_chunks * heads],
+        constants=constants | options,
+        num_warps=4,
+        num_stages=1,
+        in_place={0: 6, 1: 7},
+    )
+    # Not in float16: elements of strong decays are small, and nothing that they stand for is dropped.
+    inverse = inverted(negative, table) if delta else negative
+    return ChannelChunks(inputs, table, query, key, gamma, from_query, from_key, to_end, scores, inverse)
 
 
 def state_pass(chunks: ChannelChunks, tile: TritonPass, *, final: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -212,7 +247,7 @@ def backward(
         ],
         grid=[chunks.table.num_chunks * inputs.heads * shares],
         scalars={"rows_of_all": inputs.batch * inputs.length},
-        constants=constants | {"H": inputs.heads, "BONUS": bonus},
+        constants=constants | {"H": inputs.heads, "BONUS": bonus, "RANGE": block_range(inputs)},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip

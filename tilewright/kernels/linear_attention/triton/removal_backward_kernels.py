@@ -16,11 +16,11 @@ Above their diagonals the pairs are their transposes, as in ``channel_backward_k
 import triton
 import triton.language as tl
 
-from tilewright.kernels.linear_attention.triton.channel_kernels import anchored, is_later, is_parted, sums_before
+from tilewright.kernels.linear_attention.triton.channel_backward_kernels import gradients_of_pairs
+from tilewright.kernels.linear_attention.triton.channel_kernels import block_level, sums_before
 from tilewright.kernels.linear_attention.triton.forward_kernels import solved
 
 SIZE = tl.constexpr(64)
-LEVELS = tl.constexpr(6)
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def removal_token_gradients(
     query, key, read, write, value, updates, d_out, d_updates, states, d_states, query_key, query_write, read_key,
     read_write, gamma, chunks, d_query, d_key, d_read, d_write, d_decay,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, SCALE: tl.constexpr, RANGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of a block of channels of the keys of a chunk, from all value heads of a key head.
 
@@ -173,40 +173,37 @@ def removal_token_gradients(
         d_queries += by_query
         d_keys += by_end
         of_square = place * (SIZE * SIZE) + of_pair
-        for level in tl.range(LEVELS):
-            half = 1 << level
-            decays = anchored(sums, sums, gamma + of_chunk, i, k, has_state, K, half)
-            reading = anchored(before_sums, sums, gamma + of_chunk, i, k, has_state, K, half)
-            later, parted = is_later(i, half)[:, None], is_parted(row, column, half)
-            late_query, late_read = queries * decays, reads * reading
-            early_key, early_write = keys * decays, writes * decays
-            y = tl.load(query_key + of_square, parted, other=0.0)
-            others = tl.where(later, late_query, early_key).to(operand)
-            found = tl.dot(y, others, input_precision=PRECISION)
-            of_query, of_key_rows = found, found
-            y = tl.load(query_write + of_square, parted, other=0.0)
-            others = tl.where(later, late_query, early_write).to(operand)
-            found = tl.dot(y, others, input_precision=PRECISION)
-            of_query += found
-            of_write_rows = found
-            y = tl.load(read_key + of_square, parted, other=0.0)
-            others = tl.where(later, late_read, early_key).to(operand)
-            found = tl.dot(y, others, input_precision=PRECISION)
-            of_read_rows = found
-            of_key_rows += found
-            y = tl.load(read_write + of_square, parted, other=0.0)
-            others = tl.where(later, late_read, early_write).to(operand)
-            found = tl.dot(y, others, input_precision=PRECISION)
-            of_read_rows += found
-            of_write_rows += found
-            d_queries += tl.where(later, decays * of_query, 0.0)
-            d_reads += tl.where(later, reading * of_read_rows, 0.0)
-            d_keys += tl.where(later, 0.0, decays * of_key_rows)
-            d_writes += tl.where(later, 0.0, decays * of_write_rows)
-            by_reading = tl.where(later, late_read * of_read_rows, 0.0)
-            d_reading += by_reading
-            d_sums += by_reading
-            d_sums += tl.where(later, late_query * of_query, -early_key * of_key_rows - early_write * of_write_rows)
+        blocks = block_level(gamma + of_chunk, k, has_state, K, BLOCK_K, RANGE)
+        y = tl.load(query_key + of_square)
+        found, others = gradients_of_pairs(
+            y, queries, keys, sums, sums, gamma + of_chunk, i, k, has_state, K, blocks, RANGE, operand, PRECISION
+        )
+        d_queries += found
+        d_keys += others
+        d_sums += queries * found - keys * others
+        y = tl.load(query_write + of_square)
+        found, others = gradients_of_pairs(
+            y, queries, writes, sums, sums, gamma + of_chunk, i, k, has_state, K, blocks, RANGE, operand, PRECISION
+        )
+        d_queries += found
+        d_writes += others
+        d_sums += queries * found - writes * others
+        y = tl.load(read_key + of_square)
+        found, others = gradients_of_pairs(
+            y, reads, keys, before_sums, sums, gamma + of_chunk, i, k, has_state, K, blocks, RANGE, operand, PRECISION
+        )
+        d_reads += found
+        d_keys += others
+        d_sums += reads * found - keys * others
+        d_reading += reads * found
+        y = tl.load(read_write + of_square)
+        found, others = gradients_of_pairs(
+            y, reads, writes, before_sums, sums, gamma + of_chunk, i, k, has_state, K, blocks, RANGE, operand, PRECISION
+        )
+        d_reads += found
+        d_writes += others
+        d_sums += reads * found - writes * others
+        d_reading += reads * found
         same = row == column
         own_key = tl.sum(tl.load(query_key + of_square, same, other=0.0).to(tl.float32), 1)[:, None]
         own_write = tl.sum(tl.load(query_write + of_square, same, other=0.0).to(tl.float32), 1)[:, None]

@@ -8,13 +8,21 @@ import jax.numpy as jnp
 
 from tilewright.kernels.linear_attention.chunks import CHUNK, chunk_table
 from tilewright.kernels.linear_attention.inputs import LinearAttentionInputs, LinearAttentionResults
+from tilewright.kernels.linear_attention.inverse import inverted
 from tilewright.kernels.linear_attention.passes.chunks import TritonPass, absent, block_k, normalized, operand_dtype
 from tilewright.kernels.linear_attention.passes.gradients import normalized_gradients
-from tilewright.kernels.linear_attention.triton.channel_calls import SCORE_WARPS, ChunksOfChannels, channel_sums, struct
+from tilewright.kernels.linear_attention.triton.channel_calls import (
+    SCORE_WARPS,
+    ChunksOfChannels,
+    block_constants,
+    block_range,
+    channel_sums,
+    score_constants,
+    struct,
+)
 from tilewright.kernels.linear_attention.triton.params import TritonLinearAttentionParams
 from tilewright.kernels.triton import launch
 from tilewright.kernels.triton.limits import MIN_DOT, power_of_two
-from tilewright.kernels.triton.matmul import tl_precision
 
 SCORE_CHANNELS = 16
 """Channels of a step of the kernel of scores, which has four [64, 64] accumulators."""
@@ -49,24 +57,35 @@ def chunked(inputs: LinearAttentionInputs) -> RemovalChunks:
     width = min(power_of_two(key_dim, MIN_DOT), SCORE_CHANNELS)
     gamma = channel_sums(inputs, table, width)
     tokens, pairs = (table.num_chunks, heads, CHUNK, key_dim), (table.num_chunks, heads, CHUNK, CHUNK)
-    found = launch(
+    constants = score_constants(inputs, width)
+    from_query, from_read, to_end, write_to_end, *of_pairs, levels = launch(
         kernels.removal_scores,
         [query, key, inputs.removal_read, inputs.removal_write, gamma, table.chunks],
-        [struct(tokens, operand)] * 4 + [struct(pairs, operand)] * 3 + [struct(pairs, jnp.float32)],
+        [
+            *[struct(tokens, operand)] * 4,
+            *[struct(pairs, operand)] * 3,
+            struct(pairs, jnp.float32),
+            struct(tokens[:2], jnp.int32),
+        ],
         grid=[table.num_chunks * heads],
-        constants={
-            "H": inputs.heads,
-            "HV": heads,
-            "K": key_dim,
-            "BLOCK_K": width,
-            "SCALE": float(inputs.scale),
-            "PRECISION": tl_precision(),
-            "INVERSE": "tf32x3" if key.dtype.itemsize == 4 else "tf32",
-        },
+        constants=constants | block_constants(inputs),
         num_warps=SCORE_WARPS,
         num_stages=1,
     )
-    return RemovalChunks(inputs, table, query, key, gamma, *found)
+    key_pairs, write_pairs, read_pairs, negative = launch(
+        kernels.removal_scores_of_halves,
+        [query, key, inputs.removal_read, inputs.removal_write, gamma, table.chunks, levels, *of_pairs],
+        [struct(each.shape, each.dtype) for each in of_pairs],
+        grid=[table.num_chunks * heads],
+        constants=constants,
+        num_warps=SCORE_WARPS,
+        num_stages=1,
+        in_place={0: 7, 1: 8, 2: 9, 3: 10},
+    )
+    return RemovalChunks(
+        inputs, table, query, key, gamma, from_query, from_read, to_end, write_to_end, key_pairs, write_pairs,
+        read_pairs, inverted(negative, table),
+    )  # fmt: skip
 
 
 def state_pass(chunks: RemovalChunks, tile: TritonPass, *, final: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -146,7 +165,8 @@ def backward(
             *[struct(of_heads, jnp.float32)] * 3,
         ],
         grid=[chunks.table.num_chunks * inputs.heads * -(-inputs.key_dim // width)],
-        constants=constants | {"H": inputs.heads, "SCALE": float(inputs.scale)},
+        constants=constants
+        | {"H": inputs.heads, "SCALE": float(inputs.scale), "RANGE": block_range(inputs)},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
