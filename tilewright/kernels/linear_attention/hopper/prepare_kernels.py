@@ -4,7 +4,7 @@
 r      1 / √(sum of squares + eps) of a token's key or query; 1 without norms
 γ      sums of log2 of the decays of a chunk up to each token; behind the last token that of the last one, γ_C
 T0     ``(I + tril(β_i r_i k_i · r_j k_j, -1))⁻¹``, see ``inverse_kernels``
-T      ``2^(γ_i - γ_j) T0 β_j`` below the diagonal, 0 elsewhere
+T      ``2^(γ_i - γ_j) T0`` below the diagonal, 0 elsewhere
 """
 
 import triton
@@ -31,20 +31,19 @@ def norm_factors(rows, mask, K: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
-def store_solve(target, diagonal, lower_left, gamma, strength):
+def store_solve(target, diagonal, lower_left, gamma):
     """Stores T in two parts, from T0 in the form of `inverse_blocks`."""
     HALF: tl.constexpr = SIZE // 2
-    gamma, strength = tl.reshape(gamma, (2, HALF)), tl.reshape(strength, (2, HALF))
+    gamma = tl.reshape(gamma, (2, HALF))
     i = tl.arange(0, HALF)
     below = i[None, :, None] > i[None, None, :]
     decays = tl.exp2(tl.where(below, gamma[:, :, None] - gamma[:, None, :], 0.0))
-    exact = tl.where(below, diagonal * decays * strength[:, None, :], 0.0)
+    exact = tl.where(below, diagonal * decays, 0.0)
     high = high_part(exact)
     store_diagonal(target, high)
     store_diagonal(target + SIZE * SIZE, exact - high)
     of_columns, of_rows = tl.split(tl.trans(gamma))
     exact = lower_left * tl.exp2(of_rows[None, :, None] - of_columns[None, None, :])
-    exact *= tl.split(tl.trans(strength))[0][None, None, :]
     high = high_part(exact)
     store_lower_left(target, high)
     store_lower_left(target + SIZE * SIZE, exact - high)
@@ -60,7 +59,7 @@ def prepare_chunk(
 
     log_decay   [rows, HV] and STRIDE HV, or [HV] and 0
     chunks      as in ``ChunkTable``
-    gates       [chunks, HV, 8, 64], see `forward.ForwardOperands`
+    gates       [chunks, HV, 8, 64], see `plan.PassOperands`
     solve       [chunks, HV, 128, 64]: T rounded, and below it the rest
     """
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
@@ -109,7 +108,7 @@ def prepare_chunk(
                 tl.store(row + SIZE, strength)
                 diagonal, lower_left = inverse_blocks(strength[:, None] * negative, NORM)
                 target = solve + place * (2 * SIZE * SIZE)
-                store_solve(target, diagonal, lower_left, gamma, strength)
+                store_solve(target, diagonal, lower_left, gamma)
 
 
 @triton.jit
