@@ -23,8 +23,9 @@
 
 So A is one product by pairs in blocks, and up to six by pairs of halves. Later tokens decide how a chunk is divided,
 but no bit of earlier ones depends on it: a is a whole number that no later token has a part in, and γ of pairs is on a
-grid so coarse that γ - a is exact. Then factors of two divisions differ by powers of two, exp2 having the same digits
-for arguments that differ by a whole number, and all products of a query and a key, added up in one order, are the same.
+grid so coarse that γ - a is exact. Then factors of two divisions differ by powers of two, as ``power`` has the same
+digits for arguments that differ by a whole number, and all products of a query and a key, added up in one order, are
+the same.
 
 Operands and sums are as in ``forward_kernels``; grids have one axis, of (chunk or sequence, head, block of K or V).
 """
@@ -54,6 +55,17 @@ def channel_gates(log_decay, chunks, gamma, HV: tl.constexpr, K: tl.constexpr, B
 
 
 @triton.jit
+def power(x):
+    """2^x, with digits that only the fraction of x decides: exp2 of the GPU has others for x + 1. 0 below 2^-126."""
+    # The sum has the nearest half, at ties the nearest whole number, in its last bits; without the last one, what is
+    # left of x is from -0.25 to 0.75 whatever the whole number is, which is shifted into the bits of an exponent.
+    sums = tl.where(x < -127.0, -127.0, x) + 6291456.0
+    whole = sums.to(tl.int32, bitcast=True) & -2
+    of_whole = ((whole << 22) + (127 << 23)).to(tl.float32, bitcast=True)
+    return tl.exp2(x - (whole.to(tl.float32, bitcast=True) - 6291456.0)) * of_whole
+
+
+@triton.jit
 def is_later(i, HALF):
     """True for tokens in the later half of their block of 2 · HALF."""
     return i // HALF % 2 == 1
@@ -74,7 +86,7 @@ def anchored(reading, sums, gamma, i, k, k_inside, K: tl.constexpr, HALF):
     end = i // (2 * HALF) * (2 * HALF) + (HALF - 1)
     anchor = tl.load(gamma + (end * K)[:, None] + k[None, :], k_inside[None, :] & (i[:, None] >= 0), other=0.0)
     anchor = tl.floor(anchor)
-    return tl.exp2(tl.where(is_later(i, HALF)[:, None], reading - anchor, anchor - sums))
+    return power(tl.where(is_later(i, HALF)[:, None], reading - anchor, anchor - sums))
 
 
 @triton.jit
@@ -178,8 +190,8 @@ def channel_scores(
             if BONUS:
                 reading = sums_before(gamma + block, i, k, k_inside, K)
             # Without a condition of rows Triton computes the first operands of both matmuls again, in their layouts.
-            late = tl.exp2(tl.where(inside[:, None], on_grid(reading, GRID) - anchors, 0.0))
-            early = keys * tl.exp2(anchors - on_grid(sums, GRID))
+            late = power(tl.where(inside[:, None], on_grid(reading, GRID) - anchors, 0.0))
+            early = keys * power(anchors - on_grid(sums, GRID))
             transposed = tl.trans(early.to(operand))
             by_query = tl.dot((queries * late).to(operand), transposed, by_query, input_precision=PRECISION)
             if DELTA:

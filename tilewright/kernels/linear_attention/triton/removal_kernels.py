@@ -23,6 +23,7 @@ from tilewright.kernels.linear_attention.triton.channel_kernels import (
     block_level,
     is_parted,
     on_grid,
+    power,
     sums_before,
 )
 from tilewright.kernels.linear_attention.triton.forward_kernels import applied, solved_updates
@@ -95,9 +96,9 @@ def removal_scores(
             before = on_grid(sums_before(gamma + block, i, k, k_inside, K), GRID)
             anchors = block_anchors(gamma + block, i, k, k_inside, K, level, RANGE)
             # As in channel_scores, for the layouts.
-            late_query = queries * tl.exp2(tl.where(inside[:, None], sums - anchors, 0.0))
-            late_read = reads * tl.exp2(tl.where(inside[:, None], before - anchors, 0.0))
-            early = tl.exp2(anchors - sums)
+            late_query = queries * power(tl.where(inside[:, None], sums - anchors, 0.0))
+            late_read = reads * power(tl.where(inside[:, None], before - anchors, 0.0))
+            early = power(anchors - sums)
             early_key, early_write = tl.trans((keys * early).to(operand)), tl.trans(writes * early)
             late = late_query.to(operand)
             by_key = tl.dot(late, early_key, by_key, input_precision=PRECISION)
