@@ -367,7 +367,8 @@ def flush_by_reading(size: int) -> jax.Array:
 
 @functools.cache
 def _rows(size: int) -> jax.Array:
-    return jnp.zeros((1024, size >> 12), jnp.float32)
+    # XLA sums rows of this length in one kernel, longer ones in two.
+    return jnp.zeros((size >> 12, 1024), jnp.float32)
 
 
 @jax.jit

@@ -166,7 +166,7 @@ def test_strong_decays_of_channels(pattern: str, update: Any):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("update", ["delta", "removal", "bonus"])
 def test_later_decays_of_channels_change_no_bit(update: Any, dtype: str):
-    """They decide how a chunk is divided; that exp2 has the same digits a whole number away is a matter of the card."""
+    """They decide how a chunk is divided."""
     case = LinearAttentionCase("", length=1000, heads=4, key_dim=128, gate="channel", update=update, dtype=dtype)
     inputs = inputs_of(case).replace(initial_state=None, return_state=False)
     params = BACKEND.heuristic(inputs.structs, current_device(), "forward")
