@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.kernels.quantize import literal
-from tilewright.modules import Quantized, quantize
+from tilewright.modules import quantize
 
 SCALINGS = {
     "tensor": ({"scaling": "tensor"}, (None, None, None)),
@@ -117,13 +117,6 @@ def test_dequantized_numbers_and_their_transpose(name):
     assert np.abs(want - x).max() <= 0.5 * scales.max() * (1 + 1e-6)
     assert got.mT.mT.shape == got.shape
     assert got.mT.shape == (2, 140, 150)
-
-
-def test_zero_points():
-    got = Quantized(
-        jnp.asarray([[3, 5]], jnp.int8), jnp.asarray([[2.0]]), "int8", (None,), jnp.asarray([[4]], jnp.int8)
-    )
-    np.testing.assert_array_equal(got.dequantize(), [[-2.0, 2.0]])
 
 
 def test_maps_and_scans_over_leading_axes_keep_the_meaning():

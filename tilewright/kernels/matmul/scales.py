@@ -41,8 +41,6 @@ def check_quantized(**operands: object) -> None:
                 f"{' and '.join(operands)} must all be Quantized or none of them, and {name} is a "
                 f"{type(operand).__name__}: quantise it, or give the other one's dequantize(dtype)"
             )
-        if operand.zeros is not None:
-            raise TypeError(f"{name} has zero points, which these matmuls do not take; give its dequantize(dtype)")
     formats = {name: operand.format for name, operand in operands.items() if isinstance(operand, Quantized)}
     if len({each == "int8" for each in formats.values()}) > 1:
         raise TypeError(f"int8 is multiplied by int8 alone, got {formats}")

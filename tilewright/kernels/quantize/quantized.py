@@ -47,7 +47,7 @@ FORMATS: Mapping[str, Codes] = MappingProxyType(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """An array as codes of few bits and scales: ``(values − zeros) · scales``; a pytree.
+    """An array as codes of eight bits and scales, ``values · scales``; a pytree.
 
     ``vmap``, ``scan`` and indexing of every leaf along axes before the last ones keep its meaning: the description
     concerns the last axes only.
@@ -58,14 +58,12 @@ class Quantized:
       format: "e4m3", "e5m2" or "int8".
       block: for each of the last axes the elements that share a scale, ``None`` for the whole axis. The last block may
         be short. Axes before these have scales of their own for each index.
-      zeros: codes that stand for zero, in the shape of ``scales``; ``None`` for 0.
     """
 
     values: jax.Array
     scales: jax.Array
     format: str = dataclasses.field(metadata={"static": True})
     block: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
-    zeros: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -90,10 +88,7 @@ class Quantized:
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """The numbers themselves, computed in float32 or a wider ``dtype`` and rounded to it once."""
         wide = jnp.promote_types(dtype, jnp.float32)
-        values = self.values.astype(wide)
-        if self.zeros is not None:
-            values = values - expanded(self.zeros.astype(wide), self.block, self.shape)
-        return (values * expanded(self.scales.astype(wide), self.block, self.shape)).astype(dtype)
+        return (self.values.astype(wide) * expanded(self.scales.astype(wide), self.block, self.shape)).astype(dtype)
 
 
 export.register_pytree_node_serialization(
