@@ -187,6 +187,8 @@ def test_params_and_what_is_declined():
     for wrong in ({"transpose_rhs": False}, {"transpose_lhs": True}):
         assert "K in their rows" in "; ".join(backend.not_supported_reasons(narrow.replace(**wrong), H100, "forward"))
     assert "no gradients" in "; ".join(backend.not_supported_reasons(narrow, H100, "backward"))
+    gated = narrow.replace(up=drawn(2, 64, 64, dtype="float8_e4m3fn"), activation="silu")
+    assert "up must be" in "; ".join(HopperGlu().not_supported_reasons(gated, H100, "forward"))
     glu = MatmulInputs(drawn(0, 64, 64), drawn(1, 64, 128), "bfloat16", drawn(2, 64, 128), activation="silu")
     for direction in ("forward", "backward"):
         for params in HopperGlu().candidates(glu, H100, direction):
