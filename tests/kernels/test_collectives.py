@@ -42,6 +42,8 @@ from tilewright.modules import (
     mla_ragged_page_attention,
     moe_mlp,
     page_attention,
+    quantize,
+    quantize_weight,
     rms_norm,
     rope,
     rope_update_pages,
@@ -332,6 +334,12 @@ CALLS = {
     "`context_parallel_update_pages` | pages": writing(context_parallel_update_pages, BY_PAGE, P(), axis_name="s"),
     "`linear_attention_step` | heads": stepping(P(None, "s"), P(None, "s")),
     "`linear_attention_step` | rows and slots": stepping(P("s"), P("s")),
+    "`quantize` | rows": Split(
+        lambda x: quantize(x, scaling="row").scales, (((16, 8), P("s")),), AxisType.Explicit, inference=True
+    ),
+    "`weight_only_matmul` | rows": Split(
+        lambda x: matmul(x, quantize_weight(jnp.ones((64, 32)), group=64)), (((16, 64), P("s")),), AxisType.Explicit
+    ),
     "`sample`, `linear_sample` | rows": Split(
         drawn, (((SEQUENCES, 32), P("s")), ((32, 64), P())), AxisType.Explicit, inference=True
     ),

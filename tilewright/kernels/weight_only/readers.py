@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from tilewright.kernels.op.arguments import as_array, has_arithmetic, is_integer
+from tilewright.kernels.op.signatures import ArrayLike
 from tilewright.kernels.weight_only.packing import MXFP4_GROUP, packed
 from tilewright.kernels.weight_only.weights import PackedWeight
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
 
 from tilewright.kernels.op.arguments import as_array, flag, has_arithmetic, integer
+from tilewright.kernels.op.signatures import ArrayLike, DTypeLike
 from tilewright.kernels.weight_only.packing import (
     FORMATS,
     MXFP4_GROUP,
