@@ -185,22 +185,39 @@ def every_params(case: NormCase, direction: str, device: Device) -> list[Any]:
     return [params for params in made if not backend.config_reasons(problem, device, way, params)]
 
 
-def compile_ahead(case: NormCase, direction: str, device: Device, every: Sequence[Any]) -> int:
-    """Has Triton compile into its cache on disk; in a process without a device."""
+def compile_launches(function: Callable[..., Any], structs: Sequence[Any], device: Device) -> int:
+    """Has Triton compile what a function launches into its cache on disk; in a process without a device."""
     from tilewright.kernels.triton.compiler import compiled
 
+    with recorded_launches() as launches:
+        jax.eval_shape(function, *structs)
+    for each in launches:
+        compiled(each, device.capability or (9, 0))
+    return len(launches)
+
+
+def compile_in_processes(compile_one: Callable[..., int], jobs: Sequence[Sequence[Any]]) -> None:
+    """Calls a function for each tuple of arguments; it returns how many kernels it has compiled."""
+    before = os.environ.get("JAX_PLATFORMS")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    try:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(max(usable_cores() - 1, 1), mp_context=context) as pool:
+            print(f"compiled {sum(pool.map(compile_one, *zip(*jobs, strict=True)))} kernels", flush=True)
+    finally:
+        os.environ.pop("JAX_PLATFORMS") if before is None else os.environ.update(JAX_PLATFORMS=before)
+
+
+def compile_ahead(case: NormCase, direction: str, device: Device, every: Sequence[Any]) -> int:
+    """Compiles the kernels of a direction of a case."""
     case = dataclasses.replace(case, residual=direction.startswith("residual"))
     inputs, backend, count = case.structs, TritonNorm(), 0
     results = NormResults(inputs.x, inputs.residual)
     for params in every:
-        with recorded_launches() as launches:
-            if direction.endswith("backward"):
-                jax.eval_shape(lambda i, r: backend.backward(i, r, r, params), inputs, results)  # noqa: B023
-            else:
-                jax.eval_shape(lambda i: backend.forward(i, params), inputs)  # noqa: B023
-        for each in launches:
-            compiled(each, device.capability or (9, 0))
-            count += 1
+        if direction.endswith("backward"):
+            count += compile_launches(lambda i, r: backend.backward(i, r, r, params), (inputs, results), device)  # noqa: B023
+        else:
+            count += compile_launches(lambda i: backend.forward(i, params), (inputs,), device)  # noqa: B023
     return count
 
 
@@ -211,14 +228,7 @@ def compile_all(chosen: Mapping[tuple[str, str], Sequence[Any]], device: Device)
         for (name, direction), every in chosen.items()
         for part in itertools.batched(every, 6)
     ]
-    before = os.environ.get("JAX_PLATFORMS")
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    try:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(max(usable_cores() - 1, 1), mp_context=context) as pool:
-            print(f"compiled {sum(pool.map(compile_ahead, *zip(*jobs, strict=True)))} kernels", flush=True)
-    finally:
-        os.environ.pop("JAX_PLATFORMS") if before is None else os.environ.update(JAX_PLATFORMS=before)
+    compile_in_processes(compile_ahead, jobs)
 
 
 def by_torch(work: Work) -> dict[str, Run]:

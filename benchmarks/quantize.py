@@ -17,15 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.common import record
-from benchmarks.norms import FLUSHED_BYTES, OURS, Run, measure_in_turn, sample, wall_sample
+from benchmarks.norms import FLUSHED_BYTES, OURS, Run, compile_launches, measure_in_turn, sample, wall_sample
 from tilewright.kernels import kernel
 from tilewright.kernels.quantize.cases import CASES, QuantizeCase
 from tilewright.kernels.quantize.inputs import QuantizeInputs
 from tilewright.kernels.quantize.quantized import Quantized, blocks, by_axis
 from tilewright.kernels.quantize.triton.backend import TritonQuantize, tiling
 from tilewright.kernels.quantize.xla import XlaQuantize
-from tilewright.kernels.triton.compiler import compiled
-from tilewright.kernels.triton.launch import recorded_launches
 from tilewright.ops.utils.datacarrier import FwdParams
 from tilewright.ops.utils.device import current_device
 from tilewright.ops.utils.known_devices import find_device
@@ -69,10 +67,8 @@ def compile_ahead(case: QuantizeCase, name: str, sweep: int) -> None:
     args, kwargs = case.abstract_arguments()
     structs = kernel("quantize").prepare(*args, **kwargs).structs
     for params in list(backend.candidates(structs, device, "forward"))[:sweep]:
-        with traced_as(name), recorded_launches() as launches:
-            jax.eval_shape(functools.partial(backend.forward, params=params), structs)
-        for launch in launches:
-            compiled(launch, device.capability or (9, 0))
+        with traced_as(name):
+            compile_launches(functools.partial(backend.forward, params=params), (structs,), device)
 
 
 def bytes_of(inputs: QuantizeInputs) -> int:

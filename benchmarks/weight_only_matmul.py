@@ -9,30 +9,28 @@ heuristic's.
 """
 
 import argparse
-import concurrent.futures
 import functools
 import gc
-import multiprocessing
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import record, usable_cores
+from benchmarks.common import record
 from benchmarks.norms import (
     FLUSHED_BYTES,
     OURS,
     Run,
     checked,
+    compile_in_processes,
+    compile_launches,
     flush_by_reading,
     measure_in_turn,
     sample,
     wall_sample,
 )
 from tilewright.kernels import kernel
-from tilewright.kernels.triton import recorded_launches
 from tilewright.kernels.weight_only.cases import CASES, WeightOnlyCase
 from tilewright.kernels.weight_only.inputs import WeightOnlyInputs
 from tilewright.kernels.weight_only.triton.backend import TritonWeightOnly
@@ -59,27 +57,13 @@ def forward(backend: Any, params: Any) -> Any:
 
 
 def compile_ahead(name: str, device: Device, params: Any) -> int:
-    """Has Triton compile into its cache on disk; in a process without a device."""
-    from tilewright.kernels.triton.compiler import compiled
-
-    with recorded_launches() as launches:
-        jax.eval_shape(forward(TritonWeightOnly(), params), structs_of(CASES.by_device["gpu"][name]))
-    for each in launches:
-        compiled(each, device.capability or (9, 0))
-    return len(launches)
+    structs = structs_of(CASES.by_device["gpu"][name])
+    return compile_launches(forward(TritonWeightOnly(), params), (structs,), device)
 
 
 def compile_all(names: Sequence[str], device: Device, sweep: int) -> None:
-    """The same for all cases, in processes."""
     jobs = [(name, device, params) for name in names for params in tried(CASES.by_device["gpu"][name], device, sweep)]
-    before = os.environ.get("JAX_PLATFORMS")
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    try:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(max(usable_cores() - 1, 1), mp_context=context) as pool:
-            print(f"compiled {sum(pool.map(compile_ahead, *zip(*jobs, strict=True)))} kernels", flush=True)
-    finally:
-        os.environ.pop("JAX_PLATFORMS") if before is None else os.environ.update(JAX_PLATFORMS=before)
+    compile_in_processes(compile_ahead, jobs)
 
 
 def run_cell(case: WeightOnlyCase, given: argparse.Namespace) -> dict[str, Any]:
