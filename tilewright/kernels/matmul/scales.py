@@ -12,10 +12,7 @@ from tilewright.kernels.quantize.quantized import Quantized
 
 def expanded(scale: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
     """The scale of each element of an array of ``shape``, whose ``axes`` are in blocks; the last one may be short."""
-    for axis in axes:
-        scale = jnp.repeat(scale, SCALE_BLOCK, axis=axis, total_repeat_length=SCALE_BLOCK * scale.shape[axis])
-        scale = jax.lax.slice_in_dim(scale, 0, shape[axis], axis=axis)
-    return scale
+    return quantized.expanded(scale, tuple(SCALE_BLOCK if axis in axes else 1 for axis in range(len(shape))), shape)
 
 
 def factor(*scales: Any) -> Any:
@@ -30,7 +27,7 @@ def by_blocks(scale: Any) -> Any:
 
 
 def check_quantized(**operands: object) -> None:
-    """Checks that all operands are ``Quantized`` alike: all of float8 or all int8, without zero points.
+    """Checks that all operands are ``Quantized`` alike: all of float8 or all int8.
 
     Raises:
       TypeError: they are not.

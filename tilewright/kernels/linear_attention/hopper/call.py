@@ -243,13 +243,12 @@ def prepared(inputs: LinearAttentionInputs, table: ChunkTable) -> tuple[jax.Arra
     """The gates of all chunks and, for a delta rule, T: see `PassOperands`."""
     from tilewright.kernels.linear_attention.hopper import prepare_kernels as kernels
 
-    delta, absent = inputs.beta is not None, jnp.zeros((0,), jnp.float32)
+    delta = inputs.beta is not None
     chunks = table.num_chunks, inputs.value_heads
     gates, solve = launch(
         kernels.prepare_chunk,
         [
-            inputs.query, inputs.key, absent if inputs.log_decay is None else inputs.log_decay,
-            absent if inputs.beta is None else inputs.beta, table.chunks,
+            inputs.query, inputs.key, absent(inputs.log_decay), absent(inputs.beta), table.chunks,
         ],
         [
             jax.ShapeDtypeStruct((*chunks, GATES, CHUNK), jnp.float32),

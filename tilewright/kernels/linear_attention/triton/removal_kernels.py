@@ -18,6 +18,7 @@ import triton.language as tl
 
 from tilewright.kernels.linear_attention.gate_kernels import finite
 from tilewright.kernels.linear_attention.triton.channel_kernels import (
+    LEVELS,
     anchored,
     block_anchors,
     block_level,
@@ -29,7 +30,6 @@ from tilewright.kernels.linear_attention.triton.channel_kernels import (
 from tilewright.kernels.linear_attention.triton.forward_kernels import applied, solved_updates
 
 SIZE = tl.constexpr(64)
-LEVELS = tl.constexpr(6)
 
 
 @triton.jit
